@@ -1,0 +1,29 @@
+"""The errors of the command line: those of the weights package plus the ones that only it raises."""
+
+from __future__ import annotations
+
+from seqmoe_weights.errors import (
+    CheckpointError,
+    PackedModelError,
+    ResourceError,
+    SeqmoeError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "PackedModelError",
+    "PromptError",
+    "ResourceError",
+    "SeqmoeError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class UsageError(SeqmoeError):
+    """A flag or argument that cannot be accepted; exit code 2."""
+
+
+class PromptError(SeqmoeError):
+    """A prompt or conversation that cannot be answered: empty, too long, or no chat template."""

@@ -1,0 +1,67 @@
+"""Options of the engine and of sampling; the only home of their defaults. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from seqmoe_cli.errors import UsageError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_POOL_HELP = "use auto, all, a share of all routed experts (45%), a size (2GiB) or a count (64slots)"
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """How large the pool shall be: `kind` is auto, all, percent, bytes or slots."""
+
+    kind: str
+    value: float = 0.0
+    text: str = "auto"
+
+    @classmethod
+    def parse(cls, text: str) -> PoolSize:
+        """Read `auto`, `all`, `45%`, `2GiB` or `64slots`; raises `UsageError` for anything else."""
+        word = text.strip().lower()
+        if word in ("auto", "all"):
+            return cls(word, text=word)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|slots?|[kmg]i?b)", word)
+        if match is None:
+            raise UsageError(f"--pool {text!r} is not a pool size", _POOL_HELP)
+        number, unit = float(match[1]), match[2]
+        if unit == "%" and 0 < number <= 100:
+            return cls("percent", number, text=word)
+        if unit.startswith("slot") and number >= 1 and number == int(number):
+            return cls("slots", number, text=word)
+        if unit in _UNITS and number > 0:
+            return cls("bytes", number * _UNITS[unit], text=word)
+        raise UsageError(f"--pool {text!r} is out of range", _POOL_HELP)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
+    penalties of 1 (repeat) or 0 (presence, frequency) are off; `seed` None draws a fresh one."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
+    None means all free memory of the device."""
+
+    pool: PoolSize = PoolSize("auto")
+    device: str = "auto"
+    dtype: str = "auto"
+    ctx_size: int = 8192
+    vram_gib: float | None = None
