@@ -1,0 +1,104 @@
+"""The command line: registers the commands and turns every failure into a short message and an exit
+code. Imports no torch; each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+from seqmoe_cli import __version__
+from seqmoe_cli.errors import SeqmoeError, UsageError
+
+COMMANDS = ("chat", "bench", "convert", "info", "doctor", "perplexity")
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name in COMMANDS:
+    if importlib.util.find_spec(f"seqmoe_cli.commands.{_name}"):
+        app.command(_name)(getattr(importlib.import_module(f"seqmoe_cli.commands.{_name}"), _name))
+
+
+@app.callback(invoke_without_command=True)
+def seqmoe(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Chat with Mixture-of-Experts models whose experts live in host RAM."""
+    if version:
+        typer.echo(f"seqmoe {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `seqmoe` with `argv` (default: the process's own) and return its exit code: 0, 1 for a
+    failure, 2 for wrong usage, 130 when interrupted. A bug leaves as the exception it is."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+    if sys.stdout is None:  # closed by the caller: files opened later would take its place
+        return _fail("standard output is closed", "redirect it to a file or to /dev/null", 1)
+    code = _run(argv)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        code = _output_failed(error)
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
+    try:
+        code = get_command(app).main(args=argv, prog_name="seqmoe", standalone_mode=False)
+    except SeqmoeError as error:
+        return _fail(error.message, error.hint, 2 if isinstance(error, UsageError) else 1)
+    except typer.TyperException as error:
+        return _fail(_usage_message(error), _usage_hint(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        return _output_failed(error)
+    except SystemExit as stop:  # how typer and rich leave when the reader of a pipe has gone
+        return _output_failed(stop)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, hint: str, code: int) -> int:
+    """Print one or two lines on stderr; returns `code`."""
+    print(f"seqmoe: {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
+    return code
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    """Flag, value and what is allowed, on one line."""
+    text = " ".join(error.format_message().split())
+    details = getattr(error.__cause__, "errors", None)  # a value that pydantic refused
+    if callable(details):
+        text = text.replace("Input should", f"{details()[0]['input']!r} should")
+        text = text.replace("Value error, ", "")
+    return text[:1].lower() + text[1:]
+
+
+def _usage_hint(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see '{context.command_path if context else 'seqmoe'} --help'"
+
+
+def _output_failed(error: OSError | SystemExit) -> int:
+    """Point stdout at /dev/null, so that what is still buffered cannot fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return _fail(f"cannot write the output: {getattr(error, 'strerror', 'closed pipe')}", "", 1)
