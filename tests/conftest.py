@@ -1,0 +1,73 @@
+"""What every test stands on: no network, no file of the user touched, Triton interpreted when there
+is no GPU, and tiny models that are built once per session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seqmoe_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh folder in place of the user's own history, sessions and models."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("SEQMOE_HOME", str(home))
+    return home
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint(family, **options)`: a tiny Hugging Face checkpoint, written once per session.
+    Tests must not change it. The options are those of `checkpoints.write_checkpoint`."""
+    from tests.checkpoints import write_checkpoint
+
+    def build(family: str, **options: Any) -> Path:
+        return write_checkpoint(tmp_path_factory.mktemp(family) / "checkpoint", family, **options)
+
+    return _once(build)
+
+
+@pytest.fixture(scope="session")
+def packed(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """`packed(family, **options)`: the same checkpoint, converted. Tests must not change it."""
+    from seqmoe_weights.convert import convert
+
+    def build(family: str, quantize: str = "keep", **options: Any) -> Path:
+        target = tmp_path_factory.mktemp(family) / "packed"
+        convert(checkpoint(family, **options), target, quantize, False, None)
+        return target
+
+    return _once(build)
+
+
+def _once(build: Callable[..., Path]) -> Callable[..., Path]:
+    """Remember what `build` made for each set of arguments."""
+    made: dict[str, Path] = {}
+
+    def get(family: str, **options: Any) -> Path:
+        key = f"{family} {sorted(options.items())}"
+        if key not in made:
+            made[key] = build(family, **options)
+        return made[key]
+
+    return get
