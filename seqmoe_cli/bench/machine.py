@@ -1,0 +1,77 @@
+"""What a benchmark row says about the machine and the build."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from seqmoe_cli import __version__
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Names and versions; empty where there is no such thing."""
+
+    cpu_info: str
+    gpu_info: str
+    driver: str
+    torch: str
+    triton: str
+    build_commit: str
+
+    @classmethod
+    def inspect(cls, device_type: str) -> Machine:
+        """Look around; the GPU and its driver only when `device_type` is cuda."""
+        import torch
+
+        on_gpu = device_type == "cuda"
+        return cls(
+            cpu_info=_cpu_name(),
+            gpu_info=torch.cuda.get_device_name() if on_gpu else "",
+            driver=_driver_version() if on_gpu else "",
+            torch=torch.__version__,
+            triton=_version("triton"),
+            build_commit=build_commit(),
+        )
+
+
+def build_commit() -> str:
+    """The commit of the checkout that this runs from, `-dirty` when it was edited; for an
+    installed package its version."""
+    root = Path(__file__).resolve().parents[2]
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return __version__
+        return done.stdout.strip()
+    return __version__
+
+
+def _cpu_name() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _driver_version() -> str:
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
+    return match[1] if match else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

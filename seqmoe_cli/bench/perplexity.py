@@ -1,0 +1,62 @@
+"""How well a model predicts a text: negative log-likelihood over windows of the context size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from seqmoe_cli.errors import PromptError, SeqmoeError
+
+if TYPE_CHECKING:
+    from seqmoe_cli.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Score:
+    """`tokens` predicted, their mean negative natural log-likelihood, and its exponential."""
+
+    tokens: int
+    nll_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll_per_token)
+
+
+def windows(num_tokens: int, size: int) -> list[range]:
+    """Windows of at most `size` tokens (at least 2) that overlap by one: the first token of a
+    window is the last of the one before.
+
+    So each of the tokens 1..num_tokens-1 is predicted exactly once, from all tokens of its window
+    before it; token 0 is predicted by nothing. A text that fits is one window.
+    """
+    return [
+        range(start, min(start + size, num_tokens)) for start in range(0, num_tokens - 1, size - 1)
+    ]
+
+
+def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None]) -> Score:
+    """Score a text of token ids; `progress` is told how many of them have been predicted.
+
+    Raises `PromptError` when there is nothing to predict, `SeqmoeError` when the model's
+    probabilities are not numbers.
+    """
+    if len(ids) < 2:
+        raise PromptError(
+            f"the text is {len(ids)} token{'' if len(ids) == 1 else 's'} long",
+            "perplexity needs at least 2 tokens: the first one is given, the others are predicted",
+        )
+    total = 0.0
+    for window in windows(len(ids), engine.ctx_size):
+        likelihoods = engine.log_likelihoods([ids[i] for i in window])
+        total -= float(likelihoods.double().sum())
+        progress(window[-1], len(ids) - 1)
+    mean = total / (len(ids) - 1)
+    if not math.isfinite(mean):
+        raise SeqmoeError(
+            f"{engine.model.name} gives probabilities that are not numbers",
+            "check its files with seqmoe info --verify, or try --dtype float32",
+        )
+    return Score(len(ids) - 1, mean)
