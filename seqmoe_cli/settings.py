@@ -10,7 +10,15 @@ from seqmoe_cli.errors import UsageError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_POOL_HELP = "use auto, all, a share of all routed experts (45%), a size (2GiB) or a count (64slots)"
+_POOL_HELP = (
+    "use auto, all, a share of all routed experts (45%), a size (2GiB) or a count (64slots)"
+)
+
+
+def check_range(flag: str, value: float, low: float, high: float) -> None:
+    """Raise `UsageError` unless low <= value <= high; NaN is never in range."""
+    if not low <= value <= high:
+        raise UsageError(f"{flag} {value} is out of range", f"use a number from {low} to {high}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The conversation: prompt and template, streamed answers, slash commands, the prompt line."""

@@ -1,0 +1,135 @@
+"""Arguments that several commands share, and the way they find a model and open the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqmoe_cli import paths
+from seqmoe_cli.chat.console import is_terminal, make_console
+from seqmoe_cli.errors import PackedModelError, UsageError
+from seqmoe_cli.settings import DEVICES, DTYPES, EngineOptions, PoolSize, check_range
+
+if TYPE_CHECKING:
+    from seqmoe_cli.engine.engine import Engine
+
+DEFAULTS = EngineOptions()
+MAX_TOKENS = 10_000_000
+"""No flag takes more tokens than this; far above any model's context."""
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a packed model, or its name under the models folder.",
+        show_default=False,
+    ),
+]
+PoolOption = Annotated[
+    str,
+    typer.Option(
+        "--pool",
+        metavar="SIZE",
+        help="Device memory for experts: auto, all, 45%, 2GiB or 64slots.",
+    ),
+]
+VramOption = Annotated[
+    float | None,
+    typer.Option(
+        "--vram",
+        metavar="GIB",
+        help="Device memory to plan with; all that is free if not given.",
+        show_default=False,
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", metavar="|".join(DEVICES), help="Device.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Type of the computation.")
+]
+CtxOption = Annotated[
+    int,
+    typer.Option(
+        "-c", "--ctx-size", metavar="N", help="Context in tokens, at most the model's own."
+    ),
+]
+
+
+def engine_options(
+    *,
+    pool: str = DEFAULTS.pool.text,
+    vram: float | None = DEFAULTS.vram_gib,
+    device: str = DEFAULTS.device,
+    dtype: str = DEFAULTS.dtype,
+    ctx_size: int = DEFAULTS.ctx_size,
+) -> EngineOptions:
+    """Check the flags of a command line; raises `UsageError` naming the flag."""
+    check_choice("--device", device, DEVICES)
+    check_choice("--dtype", dtype, DTYPES)
+    check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
+    if vram is not None:
+        check_range("--vram", vram, 0.001, 100_000)
+    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram)
+
+
+def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise `UsageError` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise UsageError(f"{flag} {value!r} is not allowed", f"use {' or '.join(allowed)}")
+
+
+def find_model(model: str) -> Path:
+    """The folder that MODEL means; raises `PackedModelError` when there is none."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise PackedModelError(f"{model} is a file", "give the folder of a packed model")
+    named = paths.models_dir() / model
+    if model and named.is_dir():
+        return named
+    found = sorted(p.name for p in paths.models_dir().glob("*") if p.is_dir())
+    hint = f"models there: {', '.join(found)}" if found else "make one with: seqmoe convert SRC"
+    raise PackedModelError(f"no model {model!r}, here or in {paths.models_dir()}", hint)
+
+
+@contextmanager
+def opened_engine(folder: Path, options: EngineOptions) -> Iterator[Engine]:
+    """The engine of a packed model, with a bar on stderr while it loads; closed at the end."""
+    from seqmoe_cli.engine.engine import Engine
+
+    with load_progress() as progress:
+        engine = Engine.open(folder, options, progress)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def load_progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A callback (stage, done bytes, total bytes) that draws one bar for each stage on stderr.
+
+    None when stderr is not a terminal: progress is for people, logs stay clean.
+    """
+    if not is_terminal(sys.stderr):
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    with Progress(
+        *columns, TimeRemainingColumn(), console=make_console(sys.stderr), transient=True
+    ) as bars:
+        tasks = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
