@@ -1,4 +1,4 @@
-"""The errors of the command line: those of the weights package plus the ones that only it raises."""
+"""The errors of the command line: those of the weights package and the ones that it adds."""
 
 from __future__ import annotations
 

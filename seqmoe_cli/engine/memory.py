@@ -1,0 +1,176 @@
+"""The memory plan: resident weights, KV state and workspace first, the pool gets the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from seqmoe_weights.packed import PackedModel
+
+from seqmoe_cli.engine.device import available_host_bytes, choose_placement, free_device_bytes
+from seqmoe_cli.errors import ResourceError
+from seqmoe_cli.settings import EngineOptions, PoolSize
+
+GIB = 2**30
+MARGIN_BYTES = GIB // 2  # left free on the device for the driver and the desktop
+HOST_MARGIN_BYTES = GIB  # left free in RAM
+PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens; a bigger chunk reads every expert less often
+HEAD_CHUNK = 256  # tokens whose logits are held at once
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One line of the plan: what takes how much, and why that much."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ctx_size: int
+    num_slots: int
+    record_bytes: int
+    resident_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    budget_bytes: int
+    records_bytes: int
+    pool_reason: str
+    budget_reason: str
+    fallbacks: tuple[str, ...]
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_slots * self.record_bytes
+
+    @property
+    def lines(self) -> list[PlanLine]:
+        """The plan as people read it."""
+        place = "host memory" if self.device.type == "cpu" else "device memory"
+        return [
+            PlanLine("resident", self.resident_bytes, "attention, norms, router, embedding, head"),
+            PlanLine("kv state", self.kv_bytes, f"{self.ctx_size:,} tokens of context (-c)"),
+            PlanLine("workspace", self.workspace_bytes, "one prefill chunk and its logits"),
+            PlanLine("pool", self.pool_bytes, self.pool_reason),
+            PlanLine("budget", self.budget_bytes, f"{place}: {self.budget_reason}"),
+            PlanLine("store", self.records_bytes, "host memory: all expert records"),
+        ]
+
+
+def plan_memory(packed: PackedModel, options: EngineOptions) -> MemoryPlan:
+    """Divide the memory; raises `ResourceError` with the numbers and the flag to change when the
+    model does not fit or `--pool` is below the largest demand of one layer."""
+    device, dtype, fallbacks = choose_placement(options)
+    ctx_size, max_ctx = options.ctx_size, packed.config.max_position_embeddings
+    if ctx_size > max_ctx:
+        if ctx_size != EngineOptions.ctx_size:
+            fallbacks.append(f"-c {ctx_size} is more than the model's {max_ctx}: using {max_ctx}")
+        ctx_size = max_ctx
+    resident = packed.resident_bytes_as(dtype)
+    kv = _kv_bytes(packed, ctx_size, dtype)
+    workspace = _workspace_bytes(packed, ctx_size, dtype, device)
+    budget, budget_reason = _budget(packed, options, device)
+    num_slots, pool_reason = _num_slots(packed, options.pool, budget - resident - kv - workspace)
+    plan = MemoryPlan(
+        device=device,
+        dtype=dtype,
+        ctx_size=ctx_size,
+        num_slots=num_slots,
+        record_bytes=packed.layout.record_bytes,
+        resident_bytes=resident,
+        kv_bytes=kv,
+        workspace_bytes=workspace,
+        budget_bytes=budget,
+        records_bytes=packed.records_bytes,
+        pool_reason=pool_reason,
+        budget_reason=budget_reason,
+        fallbacks=tuple(fallbacks),
+    )
+    _check_fits(plan)
+    return plan
+
+
+def _kv_bytes(packed: PackedModel, ctx_size: int, dtype: torch.dtype) -> int:
+    config = packed.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return per_token * ctx_size * dtype.itemsize
+
+
+def _workspace_bytes(
+    packed: PackedModel, ctx_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """An upper bound of what a forward of one prefill chunk holds at once beside the state."""
+    config = packed.config
+    tokens = min(PREFILL_CHUNK[device.type], ctx_size)
+    width = config.num_attention_heads * config.head_dim
+    activations = tokens * (6 * config.hidden_size + 4 * width) * dtype.itemsize
+    pairs = 2 * tokens * config.num_experts_per_tok * config.hidden_size * 4
+    scores = tokens * ctx_size * (1 + 4 * config.num_attention_heads * (device.type == "cpu"))
+    expert = 3 * config.hidden_size * config.moe_intermediate_size * 4
+    logits = 3 * min(HEAD_CHUNK, tokens) * config.vocab_size * 4
+    return activations + pairs + scores + expert + logits
+
+
+def _budget(packed: PackedModel, options: EngineOptions, device: torch.device) -> tuple[int, str]:
+    if options.vram_gib is not None:
+        return int(options.vram_gib * GIB), f"--vram {options.vram_gib:g}"
+    if device.type == "cuda":
+        free = free_device_bytes(device)
+        return max(0, free - MARGIN_BYTES), f"{gib(free)} free, {gib(MARGIN_BYTES)} left alone"
+    free = available_host_bytes()
+    rest = free - packed.records_bytes - HOST_MARGIN_BYTES
+    return max(0, rest), f"{gib(free)} available, less the store and {gib(HOST_MARGIN_BYTES)}"
+
+
+def _num_slots(packed: PackedModel, pool: PoolSize, room: int) -> tuple[int, str]:
+    record = packed.layout.record_bytes
+    total, least = packed.config.num_routed_experts, packed.config.num_experts_per_tok
+    if pool.kind == "auto":
+        slots = room // record
+        if slots < least:
+            raise ResourceError(
+                f"no room for a pool: {gib(max(0, room))} left, {least} slots of "
+                f"{gib(record)} are needed",
+                "lower -c, or raise --vram",
+            )
+        slots = min(total, slots)
+        return slots, f"{slots:,} slots of {total:,} experts: what the budget leaves"
+    slots = {
+        "all": total,
+        "percent": int(total * pool.value / 100 + 1e-9),
+        "bytes": int(pool.value) // record,
+        "slots": int(pool.value),
+    }[pool.kind]
+    if slots < least:
+        raise ResourceError(
+            f"--pool {pool.text} holds {slots} experts; one layer needs {least} at once",
+            f"use at least --pool {least}slots ({least * record / 2**20:,.1f} MiB)",
+        )
+    slots = min(total, slots)
+    return slots, f"{slots:,} slots of {total:,} experts: --pool {pool.text}"
+
+
+def _check_fits(plan: MemoryPlan) -> None:
+    fixed = plan.resident_bytes + plan.kv_bytes + plan.workspace_bytes
+    if fixed + plan.pool_bytes <= plan.budget_bytes:
+        return
+    raise ResourceError(
+        f"not enough {'RAM' if plan.device.type == 'cpu' else 'VRAM'}: resident weights "
+        f"{gib(plan.resident_bytes)}, KV state {gib(plan.kv_bytes)}, workspace "
+        f"{gib(plan.workspace_bytes)} and pool {gib(plan.pool_bytes)} exceed the budget of "
+        f"{gib(plan.budget_bytes)} ({plan.budget_reason})",
+        "lower --pool or -c, or raise --vram",
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for people, in GiB (MiB when small)."""
+    if num_bytes < GIB // 10:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / GIB:,.2f} GiB"

@@ -1,0 +1,124 @@
+"""What a step and a turn cost: every figure that is shown anywhere comes from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Costs of one step, or of several added up. `num_tokens` went into the KV state; hits and
+    misses count (layer, expert) lookups, in a prefill chunk once per distinct expert."""
+
+    phase: str  # "prefill" or "decode"
+    num_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    fetched_bytes: int = 0
+    elapsed_s: float = 0.0
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            self.phase,
+            self.num_tokens + other.num_tokens,
+            self.hits + other.hits,
+            self.misses + other.misses,
+            self.fetched_bytes + other.fetched_bytes,
+            self.elapsed_s + other.elapsed_s,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """hits / (hits + misses), from 0 to 1; 0 when nothing was looked up."""
+        return _ratio(self.hits, self.hits + self.misses)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One item of a stream of generated tokens, with its own costs.
+
+    `token_id` is None only on a last step that carries no token. `finish_reason` is set on the
+    last step alone: "stop" (a stop token, which is not delivered), "length" or "interrupted".
+    """
+
+    token_id: int | None
+    finish_reason: str | None
+    stats: StepStats
+
+
+@dataclass
+class TurnStats:
+    """The steps of one answer added up."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
+    prefill: StepStats = field(default_factory=lambda: StepStats("prefill"))
+    decode: StepStats = field(default_factory=lambda: StepStats("decode"))
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        if step.stats.phase == "prefill":
+            self.prefill += step.stats
+        else:
+            self.decode += step.stats
+        self.completion_tokens += step.token_id is not None
+        self.finish_reason = step.finish_reason
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that were evaluated; the others were still in the KV state."""
+        return self.prefill.num_tokens
+
+    @property
+    def hits(self) -> int:
+        return self.prefill.hits + self.decode.hits
+
+    @property
+    def misses(self) -> int:
+        return self.prefill.misses + self.decode.misses
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self.prefill.fetched_bytes + self.decode.fetched_bytes
+
+    @property
+    def hit_rate(self) -> float:
+        """hits / (hits + misses) over the prompt and the answer together."""
+        return _ratio(self.hits, self.hits + self.misses)
+
+    @property
+    def decode_hit_rate(self) -> float:
+        """hits / (hits + misses) over the decode steps."""
+        return self.decode.hit_rate
+
+    @property
+    def misses_per_token(self) -> float:
+        """Misses per decode step."""
+        return _ratio(self.decode.misses, self.decode.num_tokens)
+
+    @property
+    def prefill_s(self) -> float:
+        return self.prefill.elapsed_s
+
+    @property
+    def decode_s(self) -> float:
+        return self.decode.elapsed_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode steps per second."""
+        return _ratio(self.decode.num_tokens, self.decode_s)
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return _ratio(self.prefilled_tokens, self.prefill_s)
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """Bytes fetched per second of the whole turn."""
+        return _ratio(self.fetched_bytes, self.prefill_s + self.decode_s)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
