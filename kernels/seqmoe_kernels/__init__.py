@@ -1,0 +1,49 @@
+"""Every operation of the decoder as a verb over tensors: Triton on CUDA, plain torch elsewhere.
+
+A leaf package: it knows tensors, ints and the structures of `formats`, no model and no engine.
+"""
+
+from __future__ import annotations
+
+from seqmoe_kernels.attention import attention_decode
+from seqmoe_kernels.expert_mlp import expert_pairs
+from seqmoe_kernels.formats import (
+    EMPTY,
+    FETCHING,
+    HITS,
+    MISSES,
+    NO_VICTIM,
+    READY,
+    ExpertFormat,
+    PoolState,
+)
+from seqmoe_kernels.fp8 import dequantize
+from seqmoe_kernels.gemv import linear
+from seqmoe_kernels.lookup import Resolved, resolve
+from seqmoe_kernels.mixture import combine
+from seqmoe_kernels.norm import rms_norm
+from seqmoe_kernels.rope import rotary
+from seqmoe_kernels.router import route
+from seqmoe_kernels.transfer import fetch
+
+__all__ = [
+    "EMPTY",
+    "FETCHING",
+    "HITS",
+    "MISSES",
+    "NO_VICTIM",
+    "READY",
+    "ExpertFormat",
+    "PoolState",
+    "Resolved",
+    "attention_decode",
+    "combine",
+    "dequantize",
+    "expert_pairs",
+    "fetch",
+    "linear",
+    "resolve",
+    "rms_norm",
+    "rotary",
+    "route",
+]
