@@ -61,7 +61,7 @@ clean:
 
 .demo/ready: .venv/demo $(wildcard tools/demo_model/*.py)
 	@echo "preparing the demo model in .demo (once)" >&2
-	@$(RUN) -m tools.demo_model .demo/checkpoint >&2
+	@$(RUN) -m tools.demo_model.split .demo/checkpoint >&2
 	@$(RUN) -m seqmoe_cli convert .demo/checkpoint $(DEMO) --force >&2
 	@rm -rf .demo/checkpoint
 	@touch $@

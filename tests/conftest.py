@@ -60,6 +60,18 @@ def packed(
     return _once(build)
 
 
+@pytest.fixture(scope="session")
+def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as a Hugging Face checkpoint; skipped when its source is not installed."""
+    pytest.importorskip("gguf")
+    from tools.demo_model.split import make_checkpoint
+
+    try:
+        return make_checkpoint(tmp_path_factory.mktemp("demo") / "checkpoint")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
 def _once(build: Callable[..., Path]) -> Callable[..., Path]:
     """Remember what `build` made for each set of arguments."""
     made: dict[str, Path] = {}
