@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[1]
 HAS_GPU = torch.cuda.is_available()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# For the programs that tests start: the packages, also where they are not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "weights"))
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined
 torch.set_num_threads(min(2, os.cpu_count() or 1))

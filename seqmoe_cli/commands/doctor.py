@@ -1,0 +1,255 @@
+"""seqmoe doctor: what this machine offers to seqmoe, and what stands in its way.
+
+Every check is made on its own, so that a broken torch or a missing GPU hides nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from seqmoe_cli import paths
+
+GIB = 2**30
+LINK_BYTES = 256 * 2**20  # one measured copy; long enough to reach the link's full speed
+SLOW_LINK_GB_S = 10.0  # a card in 16 lanes of PCIe 3 reaches about 12
+SMALL_RAM_BYTES = 16 * GIB  # the smallest real model that is supported needs about this much
+SMALL_DISK_BYTES = 16 * GIB
+STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: `status` is ok, warning or error; `numbers` are for scripts."""
+
+    name: str
+    status: str
+    value: str
+    hint: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check GPU, software, link speed, memory and disk.
+
+    Exits with 1 when something is wrong that keeps seqmoe from working; a missing GPU does not.
+    """
+    checks = [check for make in CHECKS for check in _attempt(make)]
+    worst = max((check.status for check in checks), key=list(STYLES).index)
+    if as_json:
+        print(
+            json.dumps({"status": worst, "checks": [asdict(check) for check in checks]}, indent=2)
+        )
+    else:
+        _show(checks)
+    if worst == "error":
+        raise typer.Exit(1)
+
+
+def _attempt(make: Callable[[], Iterator[Check]]) -> list[Check]:
+    """The checks of one group; whatever goes wrong in it becomes an error in the report."""
+    checks: list[Check] = []
+    try:
+        checks.extend(make())
+    except Exception as error:  # a broken installation can raise anything
+        name = make.__name__.removeprefix("_check_").replace("_", " ")
+        checks.append(Check(name, "error", f"{type(error).__name__}: {error}"))
+    return checks
+
+
+def _show(checks: list[Check]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from seqmoe_cli.chat.console import make_console
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for check in checks:
+        value = Text(check.value)
+        if check.hint:
+            value.append(f"\n{check.hint}", style="dim")
+        table.add_row(check.name, Text(check.status, STYLES[check.status]), value)
+    make_console(sys.stdout).print(table)
+
+
+def _check_torch() -> Iterator[Check]:
+    try:
+        import torch
+    except Exception as error:  # ImportError or OSError, most often
+        yield Check("torch", "error", f"{error}", "install seqmoe again in a new environment")
+    else:
+        yield Check("torch", "ok", torch.__version__, numbers={"cuda": torch.version.cuda})
+
+
+def _has_cuda() -> bool:
+    """False also when torch itself is broken, which is reported once, as torch's own check."""
+    try:
+        import torch
+    except Exception:
+        return False
+    return torch.cuda.is_available()
+
+
+def _check_triton() -> Iterator[Check]:
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        yield Check("triton", "warning", "not installed", "a GPU needs it: pip install triton")
+        return
+    import triton  # noqa: F401 - to see that it can be imported
+
+    yield Check("triton", "ok", version)
+
+
+def _check_gpu() -> Iterator[Check]:
+    if not _has_cuda():
+        hint = "models run on the CPU, slowly; a GPU needs NVIDIA's driver and a torch with CUDA"
+        yield Check("gpu", "warning", "none that torch can use", hint)
+        return
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    capability = f"{properties.major}.{properties.minor}"
+    old = properties.major < 8
+    yield Check(
+        "gpu",
+        "error" if old else "ok",
+        f"{properties.name}, {_size(total)} ({_size(free)} free), capability {capability}",
+        "capability 8.0 or newer is needed; use --device cpu" if old else "",
+        {"total_bytes": total, "free_bytes": free, "capability": capability},
+    )
+    yield Check("driver", "ok", _driver_version())
+
+
+def _driver_version() -> str:
+    """The NVIDIA driver's version, from the kernel module or else from nvidia-smi."""
+    module = Path("/sys/module/nvidia/version")
+    if module.is_file():
+        return module.read_text().strip()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return answer.stdout.split("\n")[0].strip()
+
+
+def _check_link() -> Iterator[Check]:
+    """Measure copies from pinned host memory, the road that every expert takes."""
+    if not _has_cuda():
+        return
+    import torch
+
+    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    times_s = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start)
+    gb_per_s = LINK_BYTES / statistics.median(times_s[1:]) / 1e9  # the first copy warms up
+    slow = gb_per_s < SLOW_LINK_GB_S
+    yield Check(
+        "link",
+        "warning" if slow else "ok",
+        f"{gb_per_s:.1f} GB/s from pinned memory (median of 5 copies of {_size(LINK_BYTES)})",
+        "slower than 16 lanes of PCIe 3: does the card have all its lanes?" if slow else "",
+        {"gb_per_s": gb_per_s},
+    )
+
+
+def _check_ram() -> Iterator[Check]:
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (
+        int(meminfo[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+    )
+    text = f"{_size(total)}, {_size(available)} available"
+    limit = _cgroup_limit()
+    if limit is not None and limit < total:
+        text += f"; this container may use {_size(limit)}"
+        available = min(available, limit)
+    small = available < SMALL_RAM_BYTES
+    yield Check(
+        "ram",
+        "warning" if small else "ok",
+        text,
+        f"all experts of a model must fit; most need more than {_size(SMALL_RAM_BYTES)}"
+        if small
+        else "",
+        {"total_bytes": total, "available_bytes": available, "container_limit_bytes": limit},
+    )
+
+
+def _cgroup_limit() -> int | None:
+    """The memory limit of the container that this process runs in."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            return int(text)
+    return None
+
+
+def _check_pin_limit() -> Iterator[Check]:
+    """`ulimit -l`, and whether pinning more than that works all the same: most drivers do not
+    count memory that is pinned for a GPU."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    numbers = {"limit_bytes": None if limit == resource.RLIM_INFINITY else limit}
+    if limit == resource.RLIM_INFINITY:
+        yield Check("pin limit", "ok", "none", numbers=numbers)
+        return
+    value = f"{_size(limit)} (ulimit -l)"
+    if _has_cuda() and limit < LINK_BYTES:
+        import torch
+
+        torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+        value += f"; the driver pinned {_size(LINK_BYTES)} all the same"
+    yield Check("pin limit", "ok", value, numbers=numbers)
+
+
+def _check_disk() -> Iterator[Check]:
+    folder = paths.models_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    numbers = {"free_bytes": free, "path": str(folder)}
+    value = f"{_size(free)} free for {folder}"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        hint = f"{existing} is not writable: give DST to convert, or set SEQMOE_HOME"
+        yield Check("disk", "error", value, hint, numbers)
+    elif free < SMALL_DISK_BYTES:
+        hint = "a packed model takes as much as its checkpoint: give DST to convert"
+        yield Check("disk", "warning", value, hint, numbers)
+    else:
+        yield Check("disk", "ok", value, numbers=numbers)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes for people."""
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:,.0f} MiB"
+    return f"{num_bytes / GIB:,.1f} GiB"
+
+
+CHECKS = (
+    _check_torch,
+    _check_triton,
+    _check_gpu,
+    _check_link,
+    _check_ram,
+    _check_pin_limit,
+    _check_disk,
+)
