@@ -31,7 +31,7 @@ class ModelConfig:
     norm_topk_prob: bool
     tie_word_embeddings: bool
     dense_format: str
-    """How the checkpoint stores its linear layers: `BF16`, `F16`, `F32` or `FP8` (128x128 block)."""
+    """How linear layers are stored: `BF16`, `F16`, `F32` or `FP8` (in blocks of 128x128)."""
 
     @property
     def num_routed_experts(self) -> int:

@@ -1,0 +1,137 @@
+"""The folder that a conversion writes: what it holds already, and what may be done with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from seqmoe_weights.errors import PackedModelError, SeqmoeError
+from seqmoe_weights.files import PART_SUFFIX, FileHashes, sync_folder, write_json
+from seqmoe_weights.manifest import FORMAT, JOURNAL_FILE, MANIFEST_FILE, Manifest, read_manifest
+
+_OWN_NAMES = re.compile(
+    r"(manifest\.json|\.convert\.json|resident\.safetensors|experts-\d{5}\.bin|config\.json"
+    r"|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|generation_config\.json"
+    r"|special_tokens_map\.json)"
+)
+
+
+@dataclass
+class Journal:
+    """What an unfinished conversion has done: settings, source, finished files.
+
+    `sources` holds the digest, per finished file, of the source tensors it was made from.
+    """
+
+    quantize: str
+    fingerprint: dict[str, Any]
+    finished: dict[str, FileHashes] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        write_json(
+            folder / JOURNAL_FILE,
+            {
+                "format": f"{FORMAT}-conversion",
+                "quantize": self.quantize,
+                "fingerprint": self.fingerprint,
+                "finished": {name: hashes.as_json() for name, hashes in self.finished.items()},
+                "sources": self.sources,
+            },
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Journal | None:
+        """None when there is none, or it is none of ours."""
+        try:
+            value = json.loads((folder / JOURNAL_FILE).read_text("utf-8"))
+            if value["format"] != f"{FORMAT}-conversion":
+                return None
+            finished = {n: FileHashes.from_json(e) for n, e in value["finished"].items()}
+            return cls(value["quantize"], value["fingerprint"], finished, value["sources"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    @property
+    def copies(self) -> set[str]:
+        """Names of the files that are copied as they are."""
+        return {name for name, mark in self.fingerprint.items() if isinstance(mark, str)}
+
+
+@dataclass
+class Destination:
+    """A folder, perhaps not there yet. `manifest` is set when it holds a whole packed model,
+    `journal` when it holds an unfinished one; `is_damaged` when it is ours but unreadable."""
+
+    path: Path
+    manifest: Manifest | None = None
+    journal: Journal | None = None
+    is_damaged: bool = False
+    own_files: list[Path] = field(default_factory=list)
+    foreign_files: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def inspect(cls, path: Path) -> Destination:
+        """Raises `SeqmoeError` when `path` is a file, or a folder that is not ours."""
+        if path.is_symlink() and not path.exists():
+            raise SeqmoeError(f"{path} is a broken link", "give another DST")
+        if path.exists() and not path.is_dir():
+            raise SeqmoeError(f"{path} is a file, not a folder", "give another DST")
+        found = cls(path)
+        if not path.exists():
+            return found
+        raw = _raw_manifest(path)
+        found.journal = Journal.read(path)
+        if raw is not None:
+            try:
+                found.manifest = Manifest.from_json(raw)
+            except PackedModelError:
+                found.is_damaged = True
+        copied = _names_in(raw) | (found.journal.copies if found.journal else set())
+        for entry in sorted(path.iterdir()):
+            own = entry.is_file() and _is_own(entry.name, copied)
+            (found.own_files if own else found.foreign_files).append(entry)
+        is_ours = raw is not None or found.journal is not None
+        names = {entry.name for entry in found.own_files + found.foreign_files}
+        if not is_ours and names - {JOURNAL_FILE + PART_SUFFIX}:
+            raise SeqmoeError(
+                f"{path} is not empty and holds no packed model",
+                "give a new or empty folder as DST; nothing in it was touched",
+            )
+        return found
+
+    def refuse_foreign_files(self) -> None:
+        """Nothing that somebody else put there is deleted or mixed with another model."""
+        if self.foreign_files:
+            raise SeqmoeError(
+                f"{self.path} also holds {self.foreign_files[0].name}, which seqmoe convert did "
+                "not write",
+                "move it away or give another DST",
+            )
+
+    def remove(self, names: list[Path]) -> None:
+        """Remove files of ours, the manifest before anything else: without it nothing loads."""
+        for file in sorted(names, key=lambda file: file.name != MANIFEST_FILE):
+            file.unlink(missing_ok=True)
+        sync_folder(self.path)
+
+
+def _raw_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        raw = read_manifest(path)
+    except PackedModelError:
+        return None
+    return raw if raw is not None and raw.get("format") == FORMAT else None
+
+
+def _names_in(raw: dict[str, Any] | None) -> set[str]:
+    files = raw.get("files") if raw is not None else None
+    return set(files) if isinstance(files, dict) else set()
+
+
+def _is_own(name: str, listed: set[str]) -> bool:
+    plain = name.removesuffix(PART_SUFFIX)
+    return plain in listed or _OWN_NAMES.fullmatch(plain) is not None

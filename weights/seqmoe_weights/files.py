@@ -1,0 +1,143 @@
+"""Files that appear whole or not at all, hashes of their pieces, and errors that name them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from seqmoe_weights.errors import ResourceError, SeqmoeError
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes)."""
+
+PART_SUFFIX = ".part"  # of a file that is being written
+_CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class FileHashes:
+    """Size of a file and the SHA-256 of its pieces, which are of equal size: one per record for a
+    file of experts, otherwise one for the whole file."""
+
+    num_bytes: int
+    pieces: tuple[str, ...]
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.num_bytes // len(self.pieces)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "sha256": list(self.pieces)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> FileHashes:
+        """Raises `ValueError` for anything that `as_json` does not write."""
+        num_bytes, pieces = value.get("bytes"), value.get("sha256")
+        if not isinstance(num_bytes, int) or not isinstance(pieces, list) or not pieces:
+            raise ValueError("bytes or sha256")
+        if num_bytes % len(pieces) or not all(isinstance(piece, str) for piece in pieces):
+            raise ValueError("sha256")
+        return cls(num_bytes, tuple(pieces))
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> FileHashes:
+        return cls(len(data), (hashlib.sha256(data).hexdigest(),))
+
+
+class Meter:
+    """Counts bytes towards a total and reports them."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self.total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+
+    def add(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self.total_bytes)
+
+
+def first_bad_piece(path: Path, hashes: FileHashes, meter: Meter) -> int | None:
+    """Index of the first piece of `path` that is missing or not what it was; None when intact."""
+    buffer = bytearray(min(_CHUNK_BYTES, hashes.piece_bytes))
+    with path.open("rb", buffering=0) as file:
+        for index, expected in enumerate(hashes.pieces):
+            if hash_stream(file, hashes.piece_bytes, buffer, meter) != expected:
+                return index
+        return len(hashes.pieces) - 1 if file.read(1) else None
+
+
+def hash_stream(file: Any, num_bytes: int, buffer: bytearray, meter: Meter) -> str:
+    """SHA-256 of the next `num_bytes` of an unbuffered file, or of what is left of it."""
+    digest, left = hashlib.sha256(), num_bytes
+    while left:
+        count = file.readinto(memoryview(buffer)[: min(left, len(buffer))])
+        if not count:
+            break
+        digest.update(memoryview(buffer)[:count])
+        left -= count
+        meter.add(count)
+    return digest.hexdigest()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write `path` under a temporary name; it gets its own when it is whole and on the disk."""
+    part = path.with_name(path.name + PART_SUFFIX)
+    with part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """The same value gives the same bytes."""
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames and removals within the folder survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """What an ordinary user may still write at `path`, which need not exist yet."""
+    while not path.exists():
+        path = path.parent
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
+
+
+@contextmanager
+def naming_os_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` into an error that says what could not be done, and with which file."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename if isinstance(error.filename, str) else path
+        message = f"cannot {action} {name}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                message, "free disk space and run the same command again"
+            ) from error
+        raise SeqmoeError(message, "check that the path exists and that you may use it") from error
+
+
+def gib(num_bytes: int) -> str:
+    """A size for people."""
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,134 @@
+"""manifest.json: what a packed model consists of. Written last: where it is, all is."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from seqmoe_weights.errors import PackedModelError
+from seqmoe_weights.files import FileHashes
+from seqmoe_weights.layout import Part, RecordLayout
+
+MANIFEST_FILE = "manifest.json"
+JOURNAL_FILE = ".convert.json"
+FORMAT, FORMAT_VERSION = "seqmoe", 1
+_HINT = "run seqmoe convert again with --force, or restore the file"
+
+
+def experts_file(layer: int) -> str:
+    """Name of the file that holds the records of one layer."""
+    return f"experts-{layer:05d}.bin"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Describes and seals a packed model.
+
+    `dense_format` is how its linear layers outside the experts are stored; `source` maps each
+    packed file to the SHA-256 over the source tensors it was made from, and `source_sha256` sums
+    up all of them together with the copied files.
+    """
+
+    family: str
+    quantize: str
+    dense_format: str
+    num_layers: int
+    num_experts: int
+    layout: RecordLayout
+    files: dict[str, FileHashes]
+    source: dict[str, str]
+    source_sha256: str
+
+    def as_json(self) -> dict[str, Any]:
+        parts = [
+            {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": p.offset}
+            for p in self.layout.parts
+        ]
+        return {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "family": self.family,
+            "quantize": self.quantize,
+            "dense_format": self.dense_format,
+            "num_layers": self.num_layers,
+            "num_experts": self.num_experts,
+            "layout": {"parts": parts, "record_bytes": self.layout.record_bytes},
+            "files": {name: hashes.as_json() for name, hashes in self.files.items()},
+            "source": {"files": self.source, "sha256": self.source_sha256},
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Manifest:
+        """Raises `PackedModelError` for another format or version, or a malformed field."""
+        if value.get("format") != FORMAT:
+            raise PackedModelError(f"{MANIFEST_FILE} is not one of seqmoe", "give a packed model")
+        version = value.get("format_version")
+        if version != FORMAT_VERSION or isinstance(version, bool):
+            raise PackedModelError(
+                f"{MANIFEST_FILE}: format_version {version!r} is not supported, only "
+                f"{FORMAT_VERSION} is",
+                "use the seqmoe that made it, or convert the model again with --force",
+            )
+        try:
+            return cls(
+                family=_typed(value["family"], str),
+                quantize=_typed(value["quantize"], str),
+                dense_format=_typed(value["dense_format"], str),
+                num_layers=_typed(value["num_layers"], int),
+                num_experts=_typed(value["num_experts"], int),
+                layout=_layout(value["layout"]),
+                files={
+                    _file_name(name): FileHashes.from_json(entry)
+                    for name, entry in value["files"].items()
+                },
+                source={name: _typed(s, str) for name, s in value["source"]["files"].items()},
+                source_sha256=_typed(value["source"]["sha256"], str),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PackedModelError(f"{MANIFEST_FILE} is damaged ({error})", _HINT) from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The parsed manifest.json of a folder, None without one; `PackedModelError` if not JSON."""
+    try:
+        value = json.loads((folder / MANIFEST_FILE).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError, OSError) as error:
+        raise PackedModelError(
+            f"{MANIFEST_FILE} in {folder} is not readable JSON ({error})", _HINT
+        ) from error
+    if not isinstance(value, dict):
+        raise PackedModelError(f"{MANIFEST_FILE} in {folder} is not a JSON object", _HINT)
+    return value
+
+
+def _layout(value: dict[str, Any]) -> RecordLayout:
+    parts = tuple(
+        Part(
+            _typed(part["name"], str),
+            _typed(part["dtype"], str),
+            tuple(_typed(dim, int) for dim in part["shape"]),
+            _typed(part["offset"], int),
+        )
+        for part in value["parts"]
+    )
+    return RecordLayout(parts, _typed(value["record_bytes"], int))
+
+
+_T = TypeVar("_T")
+
+
+def _typed(value: object, kind: type[_T]) -> _T:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def _file_name(name: str) -> str:
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ValueError(f"{name!r} is not a file name")
+    return name

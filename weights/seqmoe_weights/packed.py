@@ -1,0 +1,175 @@
+"""PackedModel: a finished packed folder, checked. Nothing damaged or unfinished gets past it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.errors import PackedModelError, SeqmoeError
+from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece
+from seqmoe_weights.layout import RecordLayout
+from seqmoe_weights.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    experts_file,
+    read_manifest,
+)
+from seqmoe_weights.records import TORCH_DTYPES
+from seqmoe_weights.resident import RESIDENT_FILE, read_resident
+
+_REPAIR = "run the same seqmoe convert SRC DST again: it repairs damaged files"
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A packed model on disk. `manifest` is the parsed manifest.json, `files` its hashes.
+
+    Opening checks the small files fully and the presence and size of the large ones, whose hashes
+    are checked whenever they are read.
+    """
+
+    path: Path
+    config: ModelConfig
+    layout: RecordLayout
+    manifest: dict[str, Any]
+    files: dict[str, FileHashes]
+
+    @classmethod
+    def open(cls, path: Path) -> PackedModel:
+        """Raises `PackedModelError`, naming the file, unless the folder is whole."""
+        raw = read_manifest(path)
+        if raw is None:
+            raise _not_packed(path)
+        manifest = Manifest.from_json(raw)
+        for name, hashes in manifest.files.items():
+            _check_presence(path / name, hashes)
+        small = {RESIDENT_FILE, *map(experts_file, range(manifest.num_layers))}
+        for name in manifest.files.keys() - small:
+            if first_bad_piece(path / name, manifest.files[name], Meter(0, None)) is not None:
+                raise PackedModelError(f"{name} in {path} is damaged (wrong SHA-256)", _REPAIR)
+        config = _read_config(path, manifest)
+        return cls(path, config, manifest.layout, raw, manifest.files)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the experts' weights in the records."""
+        return TORCH_DTYPES[self.layout["gate"].dtype]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Size of the file of resident tensors."""
+        return self.files[RESIDENT_FILE].num_bytes
+
+    @property
+    def records_bytes(self) -> int:
+        """Size of all records together."""
+        return self.config.num_routed_experts * self.layout.record_bytes
+
+    def records_file(self, layer: int) -> tuple[Path, FileHashes]:
+        """The file with the records of `layer`, that of expert e at e * record_bytes."""
+        name = experts_file(layer)
+        return self.path / name, self.files[name]
+
+    def load_resident(
+        self,
+        device: torch.device | str,
+        compute_dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """All resident tensors on `device`, under their Hugging Face names.
+
+        FP8 weights stay torch.float8_e4m3fn, with their F32 scales under `<name>_scale_inv`;
+        everything else comes in `compute_dtype`. Raises `PackedModelError` when the file is
+        damaged.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        meter = Meter(self.resident_bytes, progress)
+        hashes = self.files[RESIDENT_FILE]
+        for name, data in read_resident(self.path / RESIDENT_FILE, hashes, meter):
+            keeps_dtype = data.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv")
+            tensors[name] = data.to(device, data.dtype if keeps_dtype else compute_dtype)
+        return tensors
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Read everything; raises `PackedModelError` naming file, layer and expert on damage."""
+        meter = Meter(sum(hashes.num_bytes for hashes in self.files.values()), progress)
+        layers = {experts_file(i): i for i in range(self.config.num_hidden_layers)}
+        for name, hashes in sorted(self.files.items()):
+            try:
+                bad = first_bad_piece(self.path / name, hashes, meter)
+            except OSError as error:
+                raise PackedModelError(f"{name} cannot be read: {error.strerror}") from error
+            if bad is not None and name in layers:
+                raise damaged_record(self.path / name, layers[name], bad)
+            if bad is not None:
+                raise PackedModelError(f"{name} in {self.path} is damaged (wrong SHA-256)", _REPAIR)
+
+
+def damaged_record(file: Path, layer: int, expert: int) -> PackedModelError:
+    """The error for a record whose bytes are not those that were written."""
+    return PackedModelError(
+        f"{file.name} in {file.parent} is damaged: layer {layer}, expert {expert} (wrong SHA-256)",
+        _REPAIR,
+    )
+
+
+def _check_presence(file: Path, hashes: FileHashes) -> None:
+    try:
+        num_bytes = file.stat().st_size
+    except OSError as error:
+        raise PackedModelError(f"{file.name} is missing in {file.parent}", _REPAIR) from error
+    if num_bytes != hashes.num_bytes:
+        raise PackedModelError(
+            f"{file.name} in {file.parent} has {num_bytes} bytes, not {hashes.num_bytes}", _REPAIR
+        )
+
+
+def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
+    """config.json as a `ModelConfig`; the manifest must agree with it."""
+    layout = manifest.layout
+    try:
+        config = ModelConfig.from_hf(json.loads((path / "config.json").read_text("utf-8")))
+        same = layout == RecordLayout.for_experts(
+            config.hidden_size, config.moe_intermediate_size, layout["gate"].dtype
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise PackedModelError(
+            f"{MANIFEST_FILE} in {path} is damaged ({error})", _REPAIR
+        ) from error
+    except SeqmoeError as error:
+        raise PackedModelError(f"{path}: {error.message}", error.hint) from error
+    expected = {RESIDENT_FILE: 1} | {
+        experts_file(layer): config.num_experts for layer in range(config.num_hidden_layers)
+    }
+    pieces = {name: len(hashes.pieces) for name, hashes in manifest.files.items()}
+    sizes = {manifest.files[name].piece_bytes for name in expected.keys() & pieces.keys()}
+    sizes -= {manifest.files[RESIDENT_FILE].piece_bytes} if RESIDENT_FILE in pieces else set()
+    if not same or not pieces.items() >= expected.items() or sizes != {layout.record_bytes}:
+        raise PackedModelError(f"{MANIFEST_FILE} in {path} contradicts config.json", _REPAIR)
+    return replace(config, dense_format=manifest.dense_format)
+
+
+def _not_packed(path: Path) -> PackedModelError:
+    if not path.is_dir():
+        return PackedModelError(f"{path} is not a folder", "give the folder of a packed model")
+    if (path / JOURNAL_FILE).exists():
+        return PackedModelError(
+            f"{path} is an unfinished conversion", "run the same seqmoe convert again to finish it"
+        )
+    if (path / "config.json").exists():
+        return PackedModelError(
+            f"{path} is a checkpoint that is not packed yet", f"run seqmoe convert {path}"
+        )
+    return PackedModelError(
+        f"{path} is not a packed model (no {MANIFEST_FILE})", "give the DST of a seqmoe convert"
+    )

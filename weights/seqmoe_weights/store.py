@@ -1,0 +1,155 @@
+"""HostStore: the records of all experts in host memory, one copy, on huge pages where possible, and
+registered with CUDA when the GPU shall read them in place."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from seqmoe_weights.errors import PackedModelError, ResourceError
+from seqmoe_weights.files import Meter, Progress, gib
+from seqmoe_weights.memory import available_host_bytes
+from seqmoe_weights.packed import PackedModel, damaged_record
+from seqmoe_weights.records import bytes_of
+
+_HUGE_PAGE = 2 * 2**20
+_MARGIN_BYTES = 2**30  # left to the rest of the program and the machine
+_REGISTER_BYTES = 2**30  # at a time, so that there is progress to show
+_REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_MAX_THREADS = 16
+
+
+class HostStore:
+    """`records`: uint8 [num_records, record_bytes], record of flat expert id i in row i."""
+
+    def __init__(self, records: torch.Tensor) -> None:
+        """`records` is contiguous; see `allocate` and `load` for how to get it."""
+        self.records = records
+        self._registered: list[int] = []
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether kernels on the GPU can read the records in place."""
+        return bool(self._registered)
+
+    @classmethod
+    def allocate(
+        cls, num_records: int, record_bytes: int, pin: bool, progress: Progress | None = None
+    ) -> HostStore:
+        """Zeroed records to be filled by the caller. Raises `ResourceError` with numbers when the
+        host has not that much memory, or when it cannot be pinned."""
+        store = cls(_allocate(num_records, record_bytes))
+        if pin:
+            store.pin(progress)
+        return store
+
+    @classmethod
+    def load(cls, packed: PackedModel, pin: bool, progress: Progress | None = None) -> HostStore:
+        """Read all records of `packed` in threads, checking the hash of each, then pin them.
+
+        Raises `PackedModelError` naming file, layer and expert on damage, `ResourceError` with
+        numbers when memory is short. `progress` counts the bytes read, then those pinned.
+        """
+        config, record_bytes = packed.config, packed.layout.record_bytes
+        store = cls(_allocate(config.num_routed_experts, record_bytes))
+        meter = Meter(store.records.nbytes, progress)
+        threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+        try:
+            reads = [
+                threads.submit(_read_record, packed, layer, expert, store.records)
+                for layer in range(config.num_hidden_layers)
+                for expert in range(config.num_experts)
+            ]
+            for read in as_completed(reads):
+                read.result()
+                meter.add(record_bytes)
+        finally:
+            threads.shutdown(cancel_futures=True)
+        if pin:
+            store.pin(progress)
+        return store
+
+    def pin(self, progress: Progress | None = None) -> None:
+        """Register the records with CUDA in chunks of whole records, so that no copy of a record
+        crosses a chunk. Raises `ResourceError` when the host refuses."""
+        cuda = _cudart()
+        meter = Meter(self.records.nbytes, progress)
+        for chunk in _chunks(self.records):
+            error = int(cuda.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, _REGISTER_FLAGS))
+            if error:
+                pinned = len(self._registered)
+                self.close()
+                raise ResourceError(
+                    f"cannot pin {gib(meter.total_bytes)} of host RAM for the experts: CUDA error "
+                    f"{error} after {gib(pinned * _chunk_records(self.records) * chunk.shape[1])}",
+                    "close other programs or raise the memory limit of this container; "
+                    "--device cpu needs no pinned memory",
+                )
+            self._registered.append(chunk.data_ptr())
+            meter.add(chunk.nbytes)
+
+    def close(self) -> None:
+        """Unregister and let go of the memory; it is freed with the last view of it."""
+        for pointer in self._registered:
+            _cudart().cudaHostUnregister(pointer)
+        self._registered = []
+        self.records = torch.empty(0, self.records.shape[1], dtype=torch.uint8)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _allocate(num_records: int, record_bytes: int) -> torch.Tensor:
+    """Anonymous memory [num_records, record_bytes] at a 2 MiB boundary, huge pages asked for."""
+    num_bytes = num_records * record_bytes
+    available = available_host_bytes()
+    if num_bytes + _MARGIN_BYTES > available:
+        raise ResourceError(
+            f"not enough host RAM for the experts: {gib(num_bytes)} and a margin of "
+            f"{gib(_MARGIN_BYTES)} needed, {gib(available)} available",
+            "close other programs, or convert the model with --quantize fp8 to halve BF16 experts",
+        )
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+    return flat.view(num_records, record_bytes)
+
+
+def _read_record(packed: PackedModel, layer: int, expert: int, records: torch.Tensor) -> None:
+    """Fill one row of `records`. Reading and hashing both release the GIL."""
+    path, hashes = packed.records_file(layer)
+    view = bytes_of(records[layer * packed.config.num_experts + expert])
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(expert * len(view))
+            filled = 0
+            while filled < len(view):
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise damaged_record(path, layer, expert)
+                filled += count
+    except OSError as error:
+        raise PackedModelError(
+            f"{path.name} in {path.parent} cannot be read: {error.strerror}", "check the disk"
+        ) from error
+    if hashlib.sha256(view).hexdigest() != hashes.pieces[expert]:
+        raise damaged_record(path, layer, expert)
+
+
+def _chunk_records(records: torch.Tensor) -> int:
+    return max(1, _REGISTER_BYTES // records.shape[1])
+
+
+def _chunks(records: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from torch.split(records, _chunk_records(records))
