@@ -20,14 +20,16 @@ from seqmoe_weights.families import TensorSpec, family_of, scale_spec
 
 VOCAB_SIZE = 320  # every id is a token: 256 bytes, merges, 5 added tokens
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n"
-    "{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{%- endif %}{%- endif %}"
-)
+CHAT_TEMPLATE = r"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
 _FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -116,12 +118,11 @@ def _config(family: str, fp8: bool, tie: bool, overrides: dict[str, Any]) -> dic
             "sliding_window": None,
             "use_sliding_window": False,
         }
-    else:
-        config |= {"head_dim": None, "rope_scaling": None}
-    if family == "mixtral":
-        config |= {"sliding_window": None}
-    if family == "olmoe":
+    elif family == "mixtral":
+        config |= {"head_dim": None, "sliding_window": None}
+    elif family == "olmoe":
         config |= {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": False}
+        del config["head_dim"]
     config |= overrides
     for common, own in _SPELLING.get(family, {}).items():
         config[own] = config.pop(common)
