@@ -8,7 +8,7 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python
-PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+PIP := $(RUN) -m pip -qq --disable-pip-version-check
 DEMO := .demo/smollm2-moe
 MAKEFLAGS += --no-print-directory
 
