@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from seqmoe_weights.memory import available_host_bytes
 
 from seqmoe_cli import paths
 
@@ -174,34 +175,18 @@ def _check_link() -> Iterator[Check]:
 
 
 def _check_ram() -> Iterator[Check]:
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, available = (
-        int(meminfo[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
-    )
-    text = f"{_size(total)}, {_size(available)} available"
-    limit = _cgroup_limit()
-    if limit is not None and limit < total:
-        text += f"; this container may use {_size(limit)}"
-        available = min(available, limit)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = available_host_bytes()
     small = available < SMALL_RAM_BYTES
     yield Check(
         "ram",
         "warning" if small else "ok",
-        text,
+        f"{_size(available)} available of {_size(total)}",
         f"all experts of a model must fit; most need more than {_size(SMALL_RAM_BYTES)}"
         if small
         else "",
-        {"total_bytes": total, "available_bytes": available, "container_limit_bytes": limit},
+        {"total_bytes": total, "available_bytes": available},
     )
-
-
-def _cgroup_limit() -> int | None:
-    """The memory limit of the container that this process runs in."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = Path("/sys/fs/cgroup") / name
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            return int(text)
-    return None
 
 
 def _check_pin_limit() -> Iterator[Check]:
