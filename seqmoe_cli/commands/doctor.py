@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from seqmoe_weights.memory import available_host_bytes
 
 from seqmoe_cli import paths
+from seqmoe_weights.memory import available_host_bytes
 
 GIB = 2**30
 LINK_BYTES = 256 * 2**20  # one measured copy; long enough to reach the link's full speed
