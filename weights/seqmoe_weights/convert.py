@@ -25,8 +25,8 @@ from seqmoe_weights.files import (
     Progress,
     first_bad_piece,
     free_disk_bytes,
-    gib,
     naming_os_errors,
+    readable_size,
     replacing,
     write_json,
 )
@@ -212,8 +212,8 @@ class Conversion:
         needed = self.total_bytes + slack - there
         if self.state != "check" and needed > self.free_bytes:
             raise ResourceError(
-                f"not enough disk at {self.destination.path}: {gib(needed)} needed, "
-                f"{gib(self.free_bytes)} free",
+                f"not enough disk at {self.destination.path}: {readable_size(needed)} needed, "
+                f"{readable_size(self.free_bytes)} free",
                 "free some space, or give a DST on another disk",
             )
 

@@ -29,7 +29,7 @@ _SMALL_FILES = (
     "special_tokens_map.json",
 )
 _DAMAGED = "the checkpoint is damaged or incomplete; download it again"
-_CHECK_ELEMENTS = 2**22  # at a time, so that looking for NaN takes little memory
+_CHECK_ELEMENTS = 2**20  # at a time, so that looking for NaN takes little memory
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from seqmoe_weights.errors import PackedModelError, ResourceError
-from seqmoe_weights.files import Meter, Progress, gib
+from seqmoe_weights.files import Meter, Progress, readable_size
 from seqmoe_weights.memory import available_host_bytes
 from seqmoe_weights.packed import PackedModel, damaged_record
 from seqmoe_weights.records import bytes_of
@@ -88,8 +88,8 @@ class HostStore:
                 pinned = len(self._registered)
                 self.close()
                 raise ResourceError(
-                    f"cannot pin {gib(meter.total_bytes)} of host RAM for the experts: CUDA error "
-                    f"{error} after {gib(pinned * _chunk_records(self.records) * chunk.shape[1])}",
+                    f"cannot pin {readable_size(meter.total_bytes)} of host RAM for the experts: CUDA error "
+                    f"{error} after {readable_size(pinned * _chunk_records(self.records) * chunk.shape[1])}",
                     "close other programs or raise the memory limit of this container; "
                     "--device cpu needs no pinned memory",
                 )
@@ -114,8 +114,8 @@ def _allocate(num_records: int, record_bytes: int) -> torch.Tensor:
     available = available_host_bytes()
     if num_bytes + _MARGIN_BYTES > available:
         raise ResourceError(
-            f"not enough host RAM for the experts: {gib(num_bytes)} and a margin of "
-            f"{gib(_MARGIN_BYTES)} needed, {gib(available)} available",
+            f"not enough host RAM for the experts: {readable_size(num_bytes)} and a margin of "
+            f"{readable_size(_MARGIN_BYTES)} needed, {readable_size(available)} available",
             "close other programs, or convert the model with --quantize fp8 to halve BF16 experts",
         )
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
