@@ -1,0 +1,169 @@
+"""What is asked in one shot: the text of -p, -f and standard input, or a conversation in a file.
+
+Everything is read and checked before the model is loaded. Knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqmoe_cli.chat.session import Message
+from seqmoe_cli.errors import UsageError
+
+STDIN = "-"
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The flags that say what is asked, as they were given."""
+
+    prompt: str | None = None
+    file: str | None = None
+    messages: str | None = None
+    raw: bool = False
+    system: str | None = None
+    system_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a `raw` text, or messages without the system prompt. Neither: nothing yet, so
+    talk."""
+
+    raw: str | None = None
+    messages: tuple[Message, ...] = ()
+    system: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """True when there is no prompt."""
+        return self.raw is None and not self.messages
+
+
+def read_question(sources: Sources) -> Question:
+    """Read what the flags name; raises `UsageError` for flags that exclude each other and for
+    what is empty, unreadable or malformed."""
+    _check_conflicts(sources)
+    system = check_text("--system", sources.system or "")
+    if sources.system_file is not None:
+        system = _nonempty("--system-file", sources.system_file).rstrip("\n")
+    if sources.messages is not None:
+        messages = read_messages(sources.messages)
+        if system and messages[0]["role"] == "system":
+            raise UsageError(
+                f"--messages {sources.messages} has a system message of its own",
+                "leave out -s and --system-file",
+            )
+        return Question(None, tuple(messages), system)
+    text = read_prompt(sources.prompt, sources.file, sources.raw)
+    if sources.raw:
+        if text is None:
+            raise UsageError("--raw needs a text", "give -p, -f or a text on standard input")
+        return Question(text)
+    return Question(None, ({"role": "user", "content": text},) if text else (), system)
+
+
+def _check_conflicts(sources: Sources) -> None:
+    system = sources.system is not None or sources.system_file is not None
+    pairs = (
+        ("--messages", sources.messages is not None, "-p", sources.prompt is not None),
+        ("--messages", sources.messages is not None, "-f", sources.file is not None),
+        ("--raw", sources.raw, "--messages", sources.messages is not None),
+        ("--raw", sources.raw, "a system prompt", system),
+        ("-s", sources.system is not None, "--system-file", sources.system_file is not None),
+    )
+    for first, has_first, second, has_second in pairs:
+        if has_first and has_second:
+            raise UsageError(f"{first} and {second} exclude each other", "leave one out")
+
+
+def read_prompt(prompt: str | None, file: str | None, raw: bool) -> str | None:
+    """The texts of -p, then -f, then piped standard input, joined by a blank line.
+
+    With `raw` each is taken as it is; else newlines at its end are dropped. None when there is no
+    prompt and standard input is a terminal. Raises `UsageError` for an empty or unreadable one.
+    """
+    parts = [] if prompt is None else [check_text("--prompt", prompt)]
+    if file is not None:
+        parts.append(_nonempty("--file", file))
+    piped = sys.stdin is None or not sys.stdin.isatty()
+    if piped and file != STDIN:
+        parts.append(read_text("standard input", STDIN))
+    if not raw:
+        parts = [part.rstrip("\n") for part in parts]
+    text = "\n\n".join(part for part in parts if part)
+    if text if raw else text.strip():
+        return text
+    if parts:
+        raise UsageError("there is no prompt", "give -p TEXT, -f FILE or a text on standard input")
+    return None
+
+
+def _nonempty(flag: str, file: str) -> str:
+    text = read_text(flag, file)
+    if not text.strip():
+        raise UsageError(f"{flag} {file} is empty", "give a file with some text")
+    return text
+
+
+def read_text(label: str, file: str) -> str:
+    """A UTF-8 file, or standard input for `-`, byte for byte; `label` is the flag in messages."""
+    name = label if file == STDIN and not label.startswith("-") else f"{label} {file}"
+    try:
+        if file != STDIN:
+            data = Path(file).read_bytes()
+        else:
+            data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}", "check the path") from error
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"{name!r} cannot be read: {error}", "check the path") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}",
+            "convert it to UTF-8",
+        ) from error
+
+
+def check_text(label: str, text: str, hint: str = "set a UTF-8 locale") -> str:
+    """`text` of the command line or of JSON; raises `UsageError` when UTF-8 cannot hold it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{label} is not UTF-8 text", hint) from error
+    return text
+
+
+def read_messages(file: str) -> list[Message]:
+    """A conversation: a JSON list of objects with `role` and `content`, the last one a user's.
+
+    Raises `UsageError` naming the file and the message.
+    """
+    name, hint = f"--messages {file}", 'use [{"role": "user", "content": "..."}]'
+    try:
+        value = json.loads(read_text("--messages", file))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is not JSON: {error}", hint) from error
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"{name} is not a list of messages", hint)
+    messages = [_message(f"{name}: message {n}", item, hint) for n, item in enumerate(value, 1)]
+    if messages[-1]["role"] != "user":
+        raise UsageError(f"{name}: the last message is not the user's", hint)
+    return messages
+
+
+def _message(label: str, item: object, hint: str) -> Message:
+    if not isinstance(item, dict):
+        raise UsageError(f"{label} is no object", hint)
+    role, content = item.get("role"), item.get("content")
+    if role not in ROLES:
+        raise UsageError(f"{label} has the role {role!r}", f"use {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise UsageError(f"{label} has no text in content", hint)
+    return {"role": role, "content": check_text(label, content, hint)}

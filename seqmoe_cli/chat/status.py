@@ -1,0 +1,73 @@
+"""The lines that show what an answer costs. Pure functions: figures and a width in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seqmoe_cli.engine.stats import TurnStats
+
+SEPARATOR = " | "
+
+
+def live_line(
+    stats: TurnStats, ctx_size: int, pool_bytes: int, width: int, thinking: bool = False
+) -> str:
+    """The line under an answer while it comes; `thinking`: what comes now is not shown."""
+    num_ctx = stats.prompt_tokens + stats.completion_tokens
+    fields = ["thinking"] if thinking else []
+    fields += [
+        f"ctx {num_ctx:,}/{ctx_size:,}",
+        f"{stats.tokens_per_second:,.1f} tok/s",
+        f"hit {stats.hit_rate:.1%}",
+        f"miss {stats.misses_per_token:,.1f}/tok",
+        f"fetch {rate(stats.fetch_bytes_per_s)}",
+        f"pool {size(pool_bytes)}",
+    ]
+    return fit(fields, width)
+
+
+def idle_line(num_ctx: int, ctx_size: int, pool_bytes: int, width: int) -> str:
+    """The line under the prompt while nothing happens."""
+    fields = [f"ctx {num_ctx:,}/{ctx_size:,}", f"pool {size(pool_bytes)}", "/help"]
+    return fit(fields, width)
+
+
+def prefill_line(done: int, total: int, elapsed_s: float, width: int) -> str:
+    """The line shown while the prompt is evaluated."""
+    fields = [f"prompt {done:,}/{total:,}"]
+    if done and elapsed_s > 0:
+        fields.append(f"{done / elapsed_s:,.0f} tok/s")
+    return fit(fields, width)
+
+
+def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
+    """The line after an answer; `cold` says that the pool was empty before it."""
+    count = stats.completion_tokens
+    fields = [
+        f"{count:,} token{'' if count == 1 else 's'}, {stats.tokens_per_second:,.1f} tok/s",
+        f"prompt {stats.prefilled_tokens:,} tokens in {stats.prefill_s:.2f} s",
+        f"hit {stats.hit_rate:.1%}" + (" (cold pool)" if cold else ""),
+    ]
+    return fit(fields, width)
+
+
+def fit(fields: Sequence[str], width: int) -> str:
+    """As many fields as fit into `width` columns, dropped from the right; at least a part of the
+    first one."""
+    for count in range(len(fields), 0, -1):
+        line = SEPARATOR.join(fields[:count])
+        if len(line) <= width:
+            return line
+    return fields[0][: max(0, width)]
+
+
+def size(num_bytes: float) -> str:
+    """A size in memory: GiB, or MiB when it is small."""
+    gib = num_bytes / 2**30
+    return f"{gib:,.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def rate(bytes_per_s: float) -> str:
+    """Bytes per second in GB/s, or MB/s when slow."""
+    gb = bytes_per_s / 1e9
+    return f"{gb:,.1f} GB/s" if gb >= 0.95 else f"{bytes_per_s / 1e6:,.1f} MB/s"

@@ -1,0 +1,220 @@
+"""`seqmoe chat`: flags -> prompt -> engine -> one answer or the interactive loop."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from seqmoe_cli.chat.console import is_terminal, make_console
+from seqmoe_cli.commands import options
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.settings import EngineOptions, check_range
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from seqmoe_cli.chat.options import ChatOptions
+    from seqmoe_cli.chat.prompt import Question
+    from seqmoe_cli.chat.sampling import Value
+    from seqmoe_cli.chat.session import Prompt
+
+
+def _flag(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+_Text = str | None
+_PromptFlag = Annotated[
+    _Text, _flag("-p", "--prompt", metavar="TEXT", help="Answer TEXT and exit.")
+]
+_FileFlag = Annotated[
+    _Text, _flag("-f", "--file", metavar="FILE", help="Answer a text file and exit; - is stdin.")
+]
+_MessagesFlag = Annotated[
+    _Text,
+    _flag("--messages", metavar="FILE", help="Answer a JSON list of role and content; - is stdin."),
+]
+_RawFlag = Annotated[bool, _flag("--raw", help="Continue the text itself, without a template.")]
+_JsonFlag = Annotated[bool, _flag("--json", help="Print the answer as one JSON object.")]
+_SystemFlag = Annotated[_Text, _flag("-s", "--system", metavar="TEXT", help="System prompt.")]
+_SystemFileFlag = Annotated[
+    _Text, _flag("--system-file", metavar="FILE", help="File with the system prompt.")
+]
+_PredictFlag = Annotated[
+    int | None, _flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
+]
+_TempFlag = Annotated[
+    float | None, _flag("--temp", help="Temperature; 0 takes the likeliest token.")
+]
+_TopKFlag = Annotated[int | None, _flag("--top-k", help="Choose among the K likeliest; 0 is all.")]
+_TopPFlag = Annotated[
+    float | None, _flag("--top-p", help="Choose among the likeliest that make up this share.")
+]
+_MinPFlag = Annotated[
+    float | None, _flag("--min-p", help="Leave out what is rarer than this share of the likeliest.")
+]
+_RepeatFlag = Annotated[
+    float | None, _flag("--repeat-penalty", help="Divide the score of tokens seen; 1 is off.")
+]
+_PresenceFlag = Annotated[
+    float | None, _flag("--presence-penalty", help="Taken off tokens of the answer; 0 is off.")
+]
+_FrequencyFlag = Annotated[
+    float | None, _flag("--frequency-penalty", help="The same for each time one was used.")
+]
+_SeedFlag = Annotated[int | None, _flag("--seed", help="Makes the choice of tokens repeatable.")]
+_ThinkFlag = Annotated[
+    str, _flag("--think", metavar="auto|on|off", help="Whether the model thinks first.")
+]
+_HideFlag = Annotated[bool, _flag("--hide-thinking", help="Do not show thoughts.")]
+_StatsFlag = Annotated[
+    bool | None,
+    _flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off."),
+]
+_PlainFlag = Annotated[bool, _flag("--plain", help="No status line; text as it comes.")]
+
+
+def chat(
+    model: options.ModelArgument,
+    prompt: _PromptFlag = None,
+    file: _FileFlag = None,
+    messages: _MessagesFlag = None,
+    raw: _RawFlag = False,
+    as_json: _JsonFlag = False,
+    system: _SystemFlag = None,
+    system_file: _SystemFileFlag = None,
+    predict: _PredictFlag = None,
+    ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
+    temp: _TempFlag = None,
+    top_k: _TopKFlag = None,
+    top_p: _TopPFlag = None,
+    min_p: _MinPFlag = None,
+    repeat_penalty: _RepeatFlag = None,
+    presence_penalty: _PresenceFlag = None,
+    frequency_penalty: _FrequencyFlag = None,
+    seed: _SeedFlag = None,
+    think: _ThinkFlag = "auto",
+    hide_thinking: _HideFlag = False,
+    pool: options.PoolOption = options.DEFAULTS.pool.text,
+    vram: options.VramOption = options.DEFAULTS.vram_gib,
+    device: options.DeviceOption = options.DEFAULTS.device,
+    dtype: options.DtypeOption = options.DEFAULTS.dtype,
+    stats: _StatsFlag = None,
+    plain: _PlainFlag = False,
+) -> int:
+    """Chat with MODEL, or answer once: to -p, -f, --messages or piped text.
+
+    Sampling settings that are not given come from the model's generation_config.json.
+    """
+    from seqmoe_cli.chat.prompt import Sources, read_question
+    from seqmoe_cli.chat.sampling import check_flags
+
+    sampling: dict[str, Value] = {
+        "temp": temp,
+        "top-k": top_k,
+        "top-p": top_p,
+        "min-p": min_p,
+        "repeat-penalty": repeat_penalty,
+        "presence-penalty": presence_penalty,
+        "frequency-penalty": frequency_penalty,
+        "seed": seed,
+    }
+    check_flags(sampling)
+    engine = options.engine_options(
+        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
+    )
+    sources = Sources(prompt, file, messages, raw, system, system_file)
+    behaviour = _behaviour(predict, think, hide_thinking, plain)
+    question = read_question(sources)
+    behaviour.stats = question.is_open if stats is None else stats
+    if question.is_open and (as_json or not sys.stdout.isatty()):
+        why = "--json answers once" if as_json else "standard output is not a terminal"
+        raise UsageError(f"there is no prompt, and {why}", "give -p TEXT or -f FILE")
+    launch = _Launch(options.find_model(model), engine, sampling, behaviour)
+    return launch.talk(question) if question.is_open else launch.answer(question, as_json)
+
+
+def _behaviour(predict: int | None, think: str, hide_thinking: bool, plain: bool) -> ChatOptions:
+    """Check the flags of how a chat behaves; raises `UsageError`."""
+    from seqmoe_cli.chat.options import ChatOptions
+    from seqmoe_cli.chat.sampling import Setting
+    from seqmoe_cli.chat.template import THINK_CHOICES
+
+    if predict is not None:
+        check_range("--predict", predict, 1, options.MAX_TOKENS)
+    options.check_choice("--think", think, THINK_CHOICES)
+    origin = "default" if predict is None else "flag"
+    return ChatOptions(Setting(predict, origin), think, hide_thinking, plain=plain)
+
+
+class _Launch:
+    """Everything that is known and checked before the weights are loaded."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: EngineOptions,
+        sampling: Mapping[str, Value],
+        behaviour: ChatOptions,
+    ) -> None:
+        from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
+        from seqmoe_cli.engine.tokenizer import Tokenizer
+        from seqmoe_weights.packed import PackedModel
+
+        config = PackedModel.open(folder).config
+        self.folder, self.engine, self.behaviour = folder, engine, behaviour
+        self.ctx_size = min(engine.ctx_size, config.max_position_embeddings)
+        self.tokenizer = Tokenizer.open(folder)
+        self.sampling = SamplingSettings(sampling, checkpoint_settings(folder))
+
+    def answer(self, question: Question, as_json: bool) -> int:
+        """Answer once; the exit code."""
+        from seqmoe_cli.chat.oneshot import OneShot, answer_once
+        from seqmoe_cli.chat.session import check_length
+
+        prompt = self._prompt(question)
+        check_length(prompt.ids, self.ctx_size)
+        params = self.sampling.params
+        if params.seed is None:  # so that --json can say which one it was
+            params = replace(params, seed=secrets.randbits(32))
+        request = OneShot(prompt, params, self.behaviour, question.raw is not None, as_json)
+        with options.opened_engine(self.folder, self.engine) as engine:
+            if is_terminal(sys.stderr):
+                for line in engine.fallbacks:
+                    print(line, file=sys.stderr)
+            return answer_once(engine, self.tokenizer, request)
+
+    def talk(self, question: Question) -> int:
+        """Talk until the user leaves; the exit code."""
+        from seqmoe_cli.chat.chat import Chat
+        from seqmoe_cli.chat.repl import run_repl
+        from seqmoe_cli.chat.session import Session
+        from seqmoe_cli.chat.template import ChatTemplate
+
+        session = Session(
+            ChatTemplate.open(self.folder), self.tokenizer, self.ctx_size, question.system
+        )
+        session.set_think(self.behaviour.think)
+        with options.opened_engine(self.folder, self.engine) as engine:
+            console = make_console(sys.stdout)
+            chat = Chat(console, engine, session, self.sampling, self.behaviour)
+            return run_repl(chat)
+
+    def _prompt(self, question: Question) -> Prompt:
+        from seqmoe_cli.chat.session import Prompt, render
+        from seqmoe_cli.chat.template import ChatTemplate
+
+        if question.raw is not None:
+            return Prompt(self.tokenizer.encode(question.raw))
+        return render(
+            ChatTemplate.open(self.folder),
+            self.tokenizer,
+            list(question.messages),
+            question.system,
+            self.behaviour.think,
+        )
