@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,15 +39,6 @@ def choose_placement(options: EngineOptions) -> Placement:
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     device = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
     return Placement(device, dtype, fallbacks)
-
-
-def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping, from /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ResourceError("/proc/meminfo has no MemAvailable", "seqmoe needs Linux")
 
 
 def free_device_bytes(device: torch.device) -> int:

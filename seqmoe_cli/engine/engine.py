@@ -12,11 +12,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.store import HostStore
 
 from seqmoe_cli.engine.kv_state import KVState
-from seqmoe_cli.engine.memory import HEAD_CHUNK, PREFILL_CHUNK, MemoryPlan, plan_memory
+from seqmoe_cli.engine.memory import (
+    HEAD_CHUNK,
+    PREFILL_CHUNK,
+    MemoryPlan,
+    ModelShape,
+    plan_memory,
+)
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step, StepStats
 from seqmoe_cli.errors import PromptError
@@ -26,6 +30,8 @@ from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_weights.layout import RecordLayout
+from seqmoe_weights.packed import PackedModel
+from seqmoe_weights.store import HostStore
 
 LoadProgress = Callable[[str, int, int], None]
 PrefillProgress = Callable[[int, int], None]
@@ -46,7 +52,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PackedModel,
+        model: ModelShape,
         store: HostStore,
         plan: MemoryPlan,
         weights: dict[str, torch.Tensor],

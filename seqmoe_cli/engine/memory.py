@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from seqmoe_weights.packed import PackedModel
 
-from seqmoe_cli.engine.device import available_host_bytes, choose_placement, free_device_bytes
+from seqmoe_cli.engine.device import choose_placement, free_device_bytes
 from seqmoe_cli.errors import ResourceError
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.layout import RecordLayout
+from seqmoe_weights.memory import available_host_bytes
 
 GIB = 2**30
 MARGIN_BYTES = GIB // 2  # left free on the device for the driver and the desktop
 HOST_MARGIN_BYTES = GIB  # left free in RAM
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens; a bigger chunk reads every expert less often
 HEAD_CHUNK = 256  # tokens whose logits are held at once
+
+
+class ModelShape(Protocol):
+    """What a plan needs to know of a model: no weights."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def layout(self) -> RecordLayout: ...
 
 
 @dataclass(frozen=True)
@@ -63,31 +77,32 @@ class MemoryPlan:
         ]
 
 
-def plan_memory(packed: PackedModel, options: EngineOptions) -> MemoryPlan:
+def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
     """Divide the memory; raises `ResourceError` with the numbers and the flag to change when the
     model does not fit or `--pool` is below the largest demand of one layer."""
     device, dtype, fallbacks = choose_placement(options)
-    ctx_size, max_ctx = options.ctx_size, packed.config.max_position_embeddings
+    ctx_size, max_ctx = options.ctx_size, model.config.max_position_embeddings
     if ctx_size > max_ctx:
         if ctx_size != EngineOptions.ctx_size:
             fallbacks.append(f"-c {ctx_size} is more than the model's {max_ctx}: using {max_ctx}")
         ctx_size = max_ctx
-    resident = packed.resident_bytes_as(dtype)
-    kv = _kv_bytes(packed, ctx_size, dtype)
-    workspace = _workspace_bytes(packed, ctx_size, dtype, device)
-    budget, budget_reason = _budget(packed, options, device)
-    num_slots, pool_reason = _num_slots(packed, options.pool, budget - resident - kv - workspace)
+    records = model.config.num_routed_experts * model.layout.record_bytes
+    resident = _resident_bytes(model.config, dtype)
+    kv = _kv_bytes(model, ctx_size, dtype)
+    workspace = _workspace_bytes(model, ctx_size, dtype, device)
+    budget, budget_reason = _budget(records, options, device)
+    num_slots, pool_reason = _num_slots(model, options.pool, budget - resident - kv - workspace)
     plan = MemoryPlan(
         device=device,
         dtype=dtype,
         ctx_size=ctx_size,
         num_slots=num_slots,
-        record_bytes=packed.layout.record_bytes,
+        record_bytes=model.layout.record_bytes,
         resident_bytes=resident,
         kv_bytes=kv,
         workspace_bytes=workspace,
         budget_bytes=budget,
-        records_bytes=packed.records_bytes,
+        records_bytes=records,
         pool_reason=pool_reason,
         budget_reason=budget_reason,
         fallbacks=tuple(fallbacks),
@@ -96,17 +111,28 @@ def plan_memory(packed: PackedModel, options: EngineOptions) -> MemoryPlan:
     return plan
 
 
-def _kv_bytes(packed: PackedModel, ctx_size: int, dtype: torch.dtype) -> int:
-    config = packed.config
+def _resident_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """FP8 linears keep their bits and have F32 scales; everything else is held in `dtype`."""
+    total = 0
+    for spec in family_of({"model_type": config.family}).resident_tensors(config):
+        if spec.quantized and config.dense_format == "FP8":
+            total += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
+        else:
+            total += math.prod(spec.shape) * dtype.itemsize
+    return total
+
+
+def _kv_bytes(model: ModelShape, ctx_size: int, dtype: torch.dtype) -> int:
+    config = model.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return per_token * ctx_size * dtype.itemsize
 
 
 def _workspace_bytes(
-    packed: PackedModel, ctx_size: int, dtype: torch.dtype, device: torch.device
+    model: ModelShape, ctx_size: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """An upper bound of what a forward of one prefill chunk holds at once beside the state."""
-    config = packed.config
+    config = model.config
     tokens = min(PREFILL_CHUNK[device.type], ctx_size)
     width = config.num_attention_heads * config.head_dim
     activations = tokens * (6 * config.hidden_size + 4 * width) * dtype.itemsize
@@ -117,20 +143,20 @@ def _workspace_bytes(
     return activations + pairs + scores + expert + logits
 
 
-def _budget(packed: PackedModel, options: EngineOptions, device: torch.device) -> tuple[int, str]:
+def _budget(records: int, options: EngineOptions, device: torch.device) -> tuple[int, str]:
     if options.vram_gib is not None:
         return int(options.vram_gib * GIB), f"--vram {options.vram_gib:g}"
     if device.type == "cuda":
         free = free_device_bytes(device)
         return max(0, free - MARGIN_BYTES), f"{gib(free)} free, {gib(MARGIN_BYTES)} left alone"
     free = available_host_bytes()
-    rest = free - packed.records_bytes - HOST_MARGIN_BYTES
+    rest = free - records - HOST_MARGIN_BYTES
     return max(0, rest), f"{gib(free)} available, less the store and {gib(HOST_MARGIN_BYTES)}"
 
 
-def _num_slots(packed: PackedModel, pool: PoolSize, room: int) -> tuple[int, str]:
-    record = packed.layout.record_bytes
-    total, least = packed.config.num_routed_experts, packed.config.num_experts_per_tok
+def _num_slots(model: ModelShape, pool: PoolSize, room: int) -> tuple[int, str]:
+    record = model.layout.record_bytes
+    total, least = model.config.num_routed_experts, model.config.num_experts_per_tok
     if pool.kind == "auto":
         slots = room // record
         if slots < least:

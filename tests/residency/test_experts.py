@@ -1,0 +1,65 @@
+"""PooledExperts: waves through a small pool add up to the plain mixture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from seqmoe_cli.engine.engine import expert_format
+from seqmoe_cli.residency.experts import PooledExperts
+from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_weights.layout import RecordLayout
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 2, 8, 3, 32, 48
+CPU = torch.device("cpu")
+
+
+def make_records(layout: RecordLayout) -> torch.Tensor:
+    torch.manual_seed(0)
+    records = torch.zeros(LAYERS * EXPERTS, layout.record_bytes, dtype=torch.uint8)
+    for record in records:
+        for name in ("gate", "up", "down"):
+            part = layout[name]
+            view = record[part.offset : part.offset + part.num_bytes].view(torch.float32)
+            view.copy_(torch.randn(part.shape).flatten() * 0.2)
+    return records
+
+
+def plain_mixture(
+    records: torch.Tensor,
+    layout: RecordLayout,
+    layer: int,
+    h: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    def part(record: torch.Tensor, name: str) -> torch.Tensor:
+        p = layout[name]
+        return record[p.offset : p.offset + p.num_bytes].view(torch.float32).view(p.shape)
+
+    out = torch.zeros_like(h)
+    for t in range(h.shape[0]):
+        for k in range(ids.shape[1]):
+            record = records[layer * EXPERTS + int(ids[t, k])]
+            gate, up, down = (part(record, name) for name in ("gate", "up", "down"))
+            out[t] += weights[t, k] * (down @ (F.silu(gate @ h[t]) * (up @ h[t])))
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+def test_waves_add_up(num_tokens: int) -> None:
+    layout = RecordLayout.for_experts(HIDDEN, INTER, "F32")
+    records = make_records(layout)
+    h = torch.randn(num_tokens, HIDDEN)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(num_tokens)]).int()
+    weights = torch.rand(num_tokens, TOP_K)
+    expected = plain_mixture(records, layout, 1, h, ids, weights)
+    outs = []
+    for num_slots in (TOP_K, 5, LAYERS * EXPERTS):
+        pool = ExpertPool(num_slots, records, CPU)
+        experts = PooledExperts(pool, expert_format(layout), EXPERTS)
+        experts(0, h, ids, weights)  # another layer's experts are in the pool first
+        outs.append(experts(1, h, ids, weights))
+    torch.testing.assert_close(outs[0], expected, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(out, outs[0]) for out in outs)
