@@ -32,7 +32,7 @@ class Machine:
         return cls(
             cpu_info=_cpu_name(),
             gpu_info=torch.cuda.get_device_name() if on_gpu else "",
-            driver=_driver_version() if on_gpu else "",
+            driver=_read("/sys/module/nvidia/version").strip() if on_gpu else "",
             torch=torch.__version__,
             triton=_version("triton"),
             build_commit=build_commit(),
@@ -56,11 +56,6 @@ def build_commit() -> str:
 def _cpu_name() -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return match[1] if match else platform.processor() or platform.machine()
-
-
-def _driver_version() -> str:
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _read("/proc/driver/nvidia/version"))
-    return match[1] if match else ""
 
 
 def _read(path: str) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.rows import Sample
-from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import StepStats
 from seqmoe_cli.settings import SamplingParams
+
+if TYPE_CHECKING:
+    from seqmoe_cli.engine.engine import Engine
 
 COLD, WARM = "cold", "warm"
 Tell = Callable[[str], None]
@@ -20,8 +23,8 @@ Tell = Callable[[str], None]
 class Plan:
     """How cases are run: `ids` is the text they read, `sampling` chooses the generated tokens.
 
-    Repetition i samples with seed i, so that every pool size, cold or warm, times the same tokens.
-    Without `warmup` nothing runs untimed and there are no warm samples.
+    `sampling` has a seed, so that all repetitions at all pool sizes time the same tokens. Without
+    `warmup` nothing runs untimed and there are no warm samples.
     """
 
     ids: Sequence[int]
@@ -35,22 +38,22 @@ def run_case(
 ) -> Iterator[tuple[str, list[Sample]]]:
     """The samples of a case, per state of the pool.
 
-    Cold: the pool is emptied before each repetition. Warm: the case has just run on the same
-    text, and the pool keeps what that left in it. The one untimed run, which also has kernels
-    compiled and memory touched, comes before both.
+    Cold: the pool is emptied before each repetition. Warm: the pool holds what running the same
+    tokens has left in it. One untimed run, which also has kernels compiled and memory touched,
+    comes before both.
     """
     if plan.warmup:
         tell(f"{case.name}: warm-up")
-        _run_once(engine, case, plan, seed=0, cold=False)
+        _run_once(engine, case, plan, cold=False)
     for state in (COLD, WARM) if plan.warmup else (COLD,):
         samples = []
         for index in range(plan.repetitions):
             tell(f"{case.name} {state}: run {index + 1} of {plan.repetitions}")
-            samples.append(_run_once(engine, case, plan, seed=index, cold=state == COLD))
+            samples.append(_run_once(engine, case, plan, cold=state == COLD))
         yield state, samples
 
 
-def _run_once(engine: Engine, case: Case, plan: Plan, seed: int, cold: bool) -> Sample:
+def _run_once(engine: Engine, case: Case, plan: Plan, cold: bool) -> Sample:
     """One run: the context up to the depth is put in place untimed, then the case is timed.
 
     A generated token is one step at the depth reached so far; the first step takes the token of
@@ -60,10 +63,9 @@ def _run_once(engine: Engine, case: Case, plan: Plan, seed: int, cold: bool) -> 
     if cold:
         engine.reset_pool()
     prompt = list(plan.ids[: case.text_tokens])
-    sampling = replace(plan.sampling, seed=seed)
     total = StepStats("decode")
     start = time.perf_counter_ns()
-    for step in engine.generate(prompt, sampling, max_tokens=case.num_gen or 1, stop_ids=()):
+    for step in engine.generate(prompt, plan.sampling, max_tokens=case.num_gen or 1, stop_ids=()):
         total += step.stats
     elapsed = time.perf_counter_ns() - start
     if total.num_tokens != case.num_timed:

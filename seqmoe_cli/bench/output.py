@@ -62,6 +62,7 @@ def markdown(rows: Iterable[Row]) -> Iterator[str]:
         yield ""
         yield f"text: {setting.prompt_source}; timed with sampling: {setting.sampling}"
         yield f"build: {setting.build_commit}; {setting.gpu_info or setting.cpu_info}"
+        yield from (f"note: {fallback}" for fallback in setting.fallbacks)
 
 
 def _line(cells: list[str], widths: list[int]) -> str:

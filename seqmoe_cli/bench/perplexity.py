@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,14 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """`tokens` predicted, their mean negative natural log-likelihood, and its exponential."""
+    """`tokens` predicted, the mean of their negative natural log-likelihoods, and what the pool
+    did meanwhile."""
 
     tokens: int
     nll_per_token: float
+    hits: int
+    misses: int
+    fetched_bytes: int
+    elapsed_s: float
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.nll_per_token)
+
+    @property
+    def hit_rate(self) -> float:
+        """hits / (hits + misses), from 0 to 1; a window asks once for each expert of a layer."""
+        return self.hits / (self.hits + self.misses)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.elapsed_s
 
 
 def windows(num_tokens: int, size: int) -> list[range]:
@@ -48,6 +63,7 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
             f"the text is {len(ids)} token{'' if len(ids) == 1 else 's'} long",
             "perplexity needs at least 2 tokens: the first one is given, the others are predicted",
         )
+    start, before = time.perf_counter(), engine.pool.counters()
     total = 0.0
     for window in windows(len(ids), engine.ctx_size):
         likelihoods = engine.log_likelihoods([ids[i] for i in window])
@@ -56,7 +72,16 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
     mean = total / (len(ids) - 1)
     if not math.isfinite(mean):
         raise SeqmoeError(
-            f"{engine.model.name} gives probabilities that are not numbers",
-            "check its files with seqmoe info --verify, or try --dtype float32",
+            "the model gives probabilities that are not numbers",
+            "check the model with seqmoe info --verify, or try --dtype float32",
         )
-    return Score(len(ids) - 1, mean)
+    after = engine.pool.counters()
+    misses = after.misses - before.misses
+    return Score(
+        tokens=len(ids) - 1,
+        nll_per_token=mean,
+        hits=after.hits - before.hits,
+        misses=misses,
+        fetched_bytes=misses * engine.plan.record_bytes,
+        elapsed_s=time.perf_counter() - start,
+    )

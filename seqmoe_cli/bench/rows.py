@@ -25,7 +25,8 @@ class Setting:
     """What all rows of one opened engine share; the names are those of the JSON keys.
 
     `model_size` is the bytes of all weights, `model_n_params` their number; `pool` is the flag as
-    typed, `pool_bytes` and `num_slots` what it came to.
+    typed, `pool_bytes` and `num_slots` what it came to; `fallbacks` holds a sentence for everything
+    that could not be done as asked.
     """
 
     model_filename: str
@@ -46,6 +47,7 @@ class Setting:
     torch: str
     triton: str
     build_commit: str
+    fallbacks: list[str]
 
 
 @dataclass(frozen=True)

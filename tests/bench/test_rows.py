@@ -31,6 +31,7 @@ SETTING = Setting(
     torch="2",
     triton="3",
     build_commit="abc1234",
+    fallbacks=["no usable CUDA device: computing on the CPU"],
 )
 SAMPLES = [
     Sample(elapsed_ns=2_000_000_000, num_tokens=8, hits=30, misses=10, fetched_bytes=4_000),
@@ -117,7 +118,8 @@ def test_markdown_aligns_text_left_and_numbers_right() -> None:
     assert (row["size"], row["params"]) == ("3.00 GiB", "1.50 B")
     assert (row["hit %"], row["miss/tok"], row["pool"]) == ("82.5", "0.88", "45%")
     assert lines[2].startswith("| tiny ") and "|  82.5 |" in lines[2]
-    assert "greedy" in lines[-2] and "abc1234" in lines[-1]
+    under = "\n".join(lines[4:])
+    assert "greedy" in under and "abc1234" in under and "no usable CUDA device" in under
 
 
 @pytest.mark.parametrize(("name", "expected"), [("md", 0), ("csv", 0), ("jsonl", 0), ("json", 1)])

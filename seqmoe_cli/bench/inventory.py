@@ -1,0 +1,76 @@
+"""What a packed model is made of: parameters, resident tensors by group. Loads no weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from safetensors import SafetensorError, safe_open
+
+from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.errors import PackedModelError
+from seqmoe_weights.families import family_of
+from seqmoe_weights.layout import DTYPE_BYTES
+from seqmoe_weights.packed import PackedModel
+from seqmoe_weights.resident import RESIDENT_FILE
+
+_GROUPS = (  # the first that fits the name
+    ("norm", "norms"),
+    ("self_attn", "attention"),
+    ("embed_tokens", "embedding"),
+    ("lm_head", "head"),
+    ("gate.weight", "router"),
+    ("", "other"),
+)
+
+
+@dataclass
+class ResidentGroup:
+    """Tensors of one kind, as stored: `dtypes` are safetensors names."""
+
+    name: str
+    tensors: int
+    bytes: int
+    dtypes: list[str]
+
+
+@dataclass(frozen=True)
+class Params:
+    """Numbers of weights; scales of quantised ones do not count. `active` serve one token."""
+
+    total: int
+    active: int
+
+
+def count_params(config: ModelConfig) -> Params:
+    """From the shapes that the family's tensors must have."""
+    specs = family_of({"model_type": config.family}).resident_tensors(config)
+    resident = sum(math.prod(spec.shape) for spec in specs)
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    used = config.num_hidden_layers * config.num_experts_per_tok
+    return Params(resident + expert * config.num_routed_experts, resident + expert * used)
+
+
+def resident_groups(packed: PackedModel) -> list[ResidentGroup]:
+    """The resident tensors by kind, largest first, from the header of their file alone."""
+    groups: dict[str, ResidentGroup] = {}
+    try:
+        with safe_open(packed.path / RESIDENT_FILE, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                part = file.get_slice(name)
+                _add(groups, name, part.get_dtype(), part.get_shape())
+    except (SafetensorError, KeyError) as error:
+        raise PackedModelError(
+            f"{RESIDENT_FILE} in {packed.path} is damaged ({error})",
+            "run the same seqmoe convert SRC DST again: it repairs damaged files",
+        ) from error
+    return sorted(groups.values(), key=lambda group: -group.bytes)
+
+
+def _add(groups: dict[str, ResidentGroup], name: str, dtype: str, shape: list[int]) -> None:
+    kind = next(kind for mark, kind in _GROUPS if mark in name)
+    group = groups.setdefault(kind, ResidentGroup(kind, 0, 0, []))
+    group.tensors += 1
+    group.bytes += math.prod(shape) * DTYPE_BYTES[dtype]
+    if dtype not in group.dtypes:
+        group.dtypes.append(dtype)

@@ -1,0 +1,81 @@
+"""seqmoe perplexity: how well a model predicts a text file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from seqmoe_cli.commands.options import (
+    DEFAULTS,
+    CtxOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    PoolOption,
+    VramOption,
+    engine_options,
+    find_model,
+    opened_engine,
+)
+from seqmoe_cli.commands.progress import status_line
+from seqmoe_cli.errors import UsageError
+
+
+def perplexity(
+    model: ModelArgument,
+    file: Annotated[
+        Path,
+        typer.Option("--file", metavar="FILE", help="UTF-8 text, taken byte for byte."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ctx_size: CtxOption = DEFAULTS.ctx_size,
+    pool: PoolOption = DEFAULTS.pool.text,
+    vram: VramOption = DEFAULTS.vram_gib,
+    device: DeviceOption = DEFAULTS.device,
+    dtype: DtypeOption = DEFAULTS.dtype,
+) -> None:
+    """Measure how well a model predicts a text.
+
+    The text is taken as it is: no template, no added tokens. Each token but the first is predicted
+    from all before it. A text longer than the context is cut into windows that overlap by one
+    token: the first token of a window is the last of the one before, so that every token is
+    predicted exactly once, from the tokens of its window.
+    """
+    if ctx_size < 2:
+        raise UsageError(f"--ctx-size {ctx_size} leaves nothing to predict", "use 2 or more")
+    options = engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+    from seqmoe_cli.bench.perplexity import score
+    from seqmoe_cli.bench.text import read_text
+
+    text = read_text(file)
+    folder = find_model(model)
+    from seqmoe_cli.engine.tokenizer import Tokenizer
+
+    ids = Tokenizer.open(folder).encode(text)
+    with opened_engine(folder, options) as engine, status_line() as tell:
+        result = score(engine, ids, lambda done, total: tell(f"{done:,} of {total:,} tokens"))
+        fields = {
+            "tokens": result.tokens,
+            "nll_per_token": result.nll_per_token,
+            "perplexity": result.perplexity,
+            "ctx_size": engine.ctx_size,
+            "hit_rate": result.hit_rate,
+            "misses": result.misses,
+            "fetched_bytes": result.fetched_bytes,
+            "tokens_per_second": result.tokens_per_second,
+            "num_slots": engine.plan.num_slots,
+            "pool_bytes": engine.plan.pool_bytes,
+            "device": str(engine.device),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "fallbacks": engine.fallbacks,
+        }
+    if as_json:
+        print(json.dumps(fields, ensure_ascii=False))
+        return
+    print(
+        f"perplexity {result.perplexity:.4f}  nll {result.nll_per_token:.6f} per token  "
+        f"{result.tokens:,} tokens predicted"
+    )
