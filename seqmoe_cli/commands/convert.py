@@ -89,10 +89,10 @@ def _describe(conversion: Conversion) -> None:
         f"model   {config.family}, {config.num_hidden_layers} layers of {config.num_experts} "
         f"experts, {packer.layout['gate'].dtype}, {kept}"
     )
-    _note(
-        f"size    {readable_size(packer.resident_bytes)} resident + {readable_size(packer.records_bytes)} experts; "
-        f"{readable_size(conversion.free_bytes)} of disk free"
+    resident, experts, free = map(
+        readable_size, (packer.resident_bytes, packer.records_bytes, conversion.free_bytes)
     )
+    _note(f"size    {resident} resident + {experts} experts; {free} of disk free")
 
 
 def _run(conversion: Conversion) -> str:

@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import Any
@@ -80,20 +79,20 @@ class HostStore:
     def pin(self, progress: Progress | None = None) -> None:
         """Register the records with CUDA in chunks of whole records, so that no copy of a record
         crosses a chunk. Raises `ResourceError` when the host refuses."""
-        cuda = _cudart()
         meter = Meter(self.records.nbytes, progress)
-        for chunk in _chunks(self.records):
-            error = int(cuda.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, _REGISTER_FLAGS))
+        pinned_bytes = 0
+        for chunk in torch.split(self.records, _chunk_records(self.records)):
+            error = int(_cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, _REGISTER_FLAGS))
             if error:
-                pinned = len(self._registered)
                 self.close()
                 raise ResourceError(
-                    f"cannot pin {readable_size(meter.total_bytes)} of host RAM for the experts: CUDA error "
-                    f"{error} after {readable_size(pinned * _chunk_records(self.records) * chunk.shape[1])}",
+                    f"cannot pin {readable_size(meter.total_bytes)} of host RAM for the experts: "
+                    f"CUDA error {error} after {readable_size(pinned_bytes)}",
                     "close other programs or raise the memory limit of this container; "
                     "--device cpu needs no pinned memory",
                 )
             self._registered.append(chunk.data_ptr())
+            pinned_bytes += chunk.nbytes
             meter.add(chunk.nbytes)
 
     def close(self) -> None:
@@ -149,7 +148,3 @@ def _read_record(packed: PackedModel, layer: int, expert: int, records: torch.Te
 
 def _chunk_records(records: torch.Tensor) -> int:
     return max(1, _REGISTER_BYTES // records.shape[1])
-
-
-def _chunks(records: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from torch.split(records, _chunk_records(records))
