@@ -1,0 +1,96 @@
+"""`make gpu-check`: GPU tests and a short bench on this machine, recorded as JSON.
+
+Runs with any python that has torch with CUDA, Triton and the packages of pyproject.toml; nothing
+is installed or downloaded. Writes benchmarks/gpu/<date>-<gpu>.json: the machine, the versions, the
+commit, how many tests passed, kernel rates, the demo model's text on CPU and GPU, and how fast a
+full-size model made of random weights decodes. Exits 1 when anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
+
+import torch  # noqa: E402
+
+from benchmarks import demo_text, kernels, random_model  # noqa: E402
+from seqmoe_cli.bench.machine import Machine  # noqa: E402
+
+PARTS = ("tests", "kernels", "demo", "full-size")
+
+
+def run_tests() -> dict[str, Any]:
+    """The tests marked `gpu`, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
+    lines = done.stdout.strip().splitlines() or [""]
+    counts = {
+        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])
+    }
+    return {"ok": done.returncode == 0, "command": " ".join(command[1:]), **counts}
+
+
+def run_part(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One part of the check; a failure is recorded and does not stop the others."""
+    print(f"== {name}", flush=True)
+    started = time.perf_counter()
+    try:
+        result = {"ok": True, **part()}
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        result = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=PARTS, action="append", help="run just this part")
+    parser.add_argument("--demo", type=Path, default=ROOT / ".demo/smollm2-moe")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/gpu")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu-check: no usable CUDA device (see `seqmoe doctor`)", file=sys.stderr)
+        return 1
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "tests": run_tests,
+        "kernels": kernels.run,
+        "demo": lambda: demo_text.compare(args.demo),
+        "full-size": random_model.bench,
+    }
+    machine = Machine.inspect("cuda")
+    commit = os.environ.get("SEQMOE_COMMIT", machine.build_commit)
+    record: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "command": "make gpu-check",
+        "python": sys.version.split()[0],
+        **{key: value for key, value in vars(machine).items() if key != "build_commit"},
+    }
+    for name in args.only or PARTS:
+        record[name] = run_part(name, parts[name])
+    gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu_info.lower()).strip("-")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{record['date']}-{gpu}-{commit[:9]}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"wrote {path}")
+    return 0 if all(record[name]["ok"] for name in args.only or PARTS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

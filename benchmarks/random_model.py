@@ -1,0 +1,173 @@
+"""A full-size model of random weights, built straight into host memory, and how fast it decodes.
+
+Shapes, records and kernels are those of Qwen3-30B-A3B-FP8; the weights mean nothing, so neither
+does the text, and the routing has less locality than that of a trained model.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqmoe_cli.engine.engine import Engine
+from seqmoe_cli.engine.memory import plan_memory
+from seqmoe_cli.engine.stats import TurnStats
+from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.layout import RecordLayout
+from seqmoe_weights.store import HostStore
+
+QWEN3_30B_A3B_FP8 = ModelConfig(
+    family="qwen3_moe",
+    num_hidden_layers=48,
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    max_position_embeddings=40960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+    dense_format="FP8",
+)
+STD = 0.02  # of every weight matrix, as trained models have it
+FP8_STD = 29.0  # of uniformly random e4m3 codes below 0x70 with random signs
+POOLS = ("all", "45%")
+PROMPT, GENERATED, REPETITIONS = 512, 128, 3
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """What the engine asks of a model, without a folder."""
+
+    config: ModelConfig
+    layout: RecordLayout
+
+    name = "random weights"
+
+
+def random_store(model: RandomModel, pin: bool) -> HostStore:
+    """Records of finite random FP8 weights, every expert different; filled by all cores."""
+    layout, count = model.layout, model.config.num_routed_experts
+    store = HostStore.allocate(count, layout.record_bytes, pin=False)
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 0x70, 2 * layout.record_bytes, dtype=np.uint8)
+    noise |= rng.integers(0, 2, len(noise), dtype=np.uint8) << 7
+    records = store.records.numpy()
+
+    def fill(expert: int) -> None:
+        record = records[expert]
+        at = 64 * (expert % (layout.record_bytes // 64))
+        record[:] = noise[at : at + layout.record_bytes]
+        for name in ("gate_scale", "up_scale", "down_scale"):
+            part = layout[name]
+            scales = record[part.offset : part.offset + part.num_bytes].view(np.float32)
+            scales[:] = STD / FP8_STD
+        stamp = layout["stamp"].offset
+        record[stamp : stamp + 8].view(np.int64)[:] = expert
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(fill, range(count)))
+    if pin:
+        store.pin()
+    return store
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    """Resident tensors of the model, made on the device."""
+    torch.manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for spec in family_of({"model_type": config.family}).resident_tensors(config):
+        if spec.quantized:
+            codes = torch.randint(0, 0x70, spec.shape, dtype=torch.uint8, device=device)
+            codes |= torch.randint(0, 2, spec.shape, dtype=torch.uint8, device=device) << 7
+            weights[spec.name] = codes.view(torch.float8_e4m3fn)
+            scale = scale_spec(spec)
+            weights[scale.name] = torch.full(scale.shape, STD / FP8_STD, device=device)
+        elif len(spec.shape) == 1:
+            weights[spec.name] = torch.ones(spec.shape, dtype=dtype, device=device)
+        else:
+            weights[spec.name] = (STD * torch.randn(spec.shape, device=device)).to(dtype)
+    return weights
+
+
+def engines(model: RandomModel) -> Iterator[tuple[str, Engine]]:
+    """One engine per pool size, over one store."""
+    started = time.perf_counter()
+    store = random_store(model, pin=True)
+    print(f"records made and pinned in {time.perf_counter() - started:.1f} s", flush=True)
+    for pool in POOLS:
+        options = EngineOptions(PoolSize.parse(pool), "cuda", "bfloat16", ctx_size=4096)
+        plan = plan_memory(model, options)
+        yield pool, Engine(model, store, plan, random_weights(model.config, plan.dtype, "cuda"))
+        torch.cuda.empty_cache()
+
+
+def bench() -> dict[str, Any]:
+    """Prompt and decode speed at each pool size, warm, and whether all of them say the same."""
+    layout = RecordLayout.for_experts(2048, 768, "F8_E4M3")
+    model = RandomModel(QWEN3_30B_A3B_FP8, layout)
+    rows, texts = [], []
+    for pool, engine in engines(model):
+        row, text = _measure(engine)
+        rows.append({"pool": pool, "slots": engine.plan.num_slots, **row})
+        texts.append(text)
+        print(rows[-1], flush=True)
+    if any(text != texts[0] for text in texts):
+        raise AssertionError("the text depends on the pool size")
+    return {
+        "shape": "qwen3-30b-a3b-fp8, random weights",
+        "engine": "eager",
+        "dtype": "bfloat16",
+        "record_bytes": layout.record_bytes,
+        "rows": rows,
+        "same_text_at_every_pool_size": True,
+    }
+
+
+def _measure(engine: Engine) -> tuple[dict[str, Any], list[int | None]]:
+    """The first run warms pool and kernels up and is not counted."""
+    ids = torch.randint(0, 150_000, (PROMPT,), generator=torch.manual_seed(0)).tolist()
+    turns, text = [], []
+    for repetition in range(REPETITIONS + 1):
+        engine.reset_kv()
+        turn = TurnStats(len(ids))
+        sampling = SamplingParams(seed=repetition)
+        for step in engine.generate(ids, sampling, max_tokens=GENERATED + 1):
+            turn.add(step)
+            text.append(step.token_id)
+        turns.append(turn)
+    timed = turns[1:]
+    return {
+        f"pp{PROMPT}_tokens_per_s": _spread([t.prefill_tokens_per_second for t in timed]),
+        f"tg{GENERATED}_tokens_per_s": _spread([t.tokens_per_second for t in timed]),
+        "decode_hit_rate": statistics.mean(t.decode_hit_rate for t in timed),
+        "misses_per_token": statistics.mean(t.misses_per_token for t in timed),
+        "fetch_gb_per_s": statistics.mean(t.decode.fetched_bytes / t.decode_s / 1e9 for t in timed),
+        "peak_device_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "planned_device_gib": (
+            engine.plan.resident_bytes
+            + engine.plan.kv_bytes
+            + engine.plan.workspace_bytes
+            + engine.plan.pool_bytes
+        )
+        / 2**30,
+    }, text
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "stddev": statistics.stdev(values)}
