@@ -28,6 +28,7 @@ from seqmoe_weights.files import (
     naming_os_errors,
     readable_size,
     replacing,
+    sync_folder,
     write_json,
 )
 from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
@@ -140,6 +141,7 @@ class Conversion:
                 f"{self.source.path} was changed while it was converted", "convert it again"
             )
         if num_written or not (path / MANIFEST_FILE).exists():
+            sync_folder(path)
             write_json(path / MANIFEST_FILE, self._manifest(journal).as_json())
         self._remove_leftovers()
         return num_written

@@ -33,7 +33,8 @@ class Fields:
             raise self._ill_typed(name, value, "a whole number")
         if not 1 <= value <= maximum:
             raise CheckpointError(
-                f"config.json: {self._prefix}{name} is {value}, allowed are 1 to {maximum}", _HINT
+                f"config.json: {self._prefix}{name} is {_short(value)}, allowed are 1 to {maximum}",
+                _HINT,
             )
         return value
 
@@ -43,10 +44,8 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._ill_typed(name, value, "a number")
         if not (0 < value <= 1e300 and math.isfinite(value)):
-            raise CheckpointError(
-                f"config.json: {self._prefix}{name} is {value}, it must be finite and above 0",
-                _HINT,
-            )
+            place = f"config.json: {self._prefix}{name}"
+            raise CheckpointError(f"{place} is {_short(value)}, it must be above 0", _HINT)
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:

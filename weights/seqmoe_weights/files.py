@@ -90,14 +90,17 @@ def hash_stream(file: Any, num_bytes: int, buffer: bytearray, meter: Meter) -> s
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` under a temporary name; it gets its own when it is whole and on the disk."""
+    """Write `path` under a temporary name; it gets its own when it is whole and on the disk.
+
+    The new name itself is on the disk after `sync_folder`.
+    """
     part = path.with_name(path.name + PART_SUFFIX)
-    with part.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
+    with naming_os_errors("write", path):
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
 
 
 def write_json(path: Path, value: object) -> None:
