@@ -30,8 +30,10 @@ NOTICE_STYLE = THOUGHT_STYLE = "dim"
 
 @dataclass
 class Chat:
-    """A conversation on `console`; `interrupted` is polled while an answer comes."""
+    """A conversation on `console`; `interrupted` is polled while an answer comes. `model` is its
+    name."""
 
+    model: str
     console: Console
     engine: Engine
     session: Session
@@ -94,7 +96,8 @@ class Chat:
         if stopped and not answer.token_ids:
             self.say("stopped before the answer began; the message was taken back")
             return None
-        return Exchange(user, answer.text, answer.thought.strip(), stopped)
+        num_ctx = len(prompt.ids) + len(answer.token_ids)
+        return Exchange(user, answer.text, answer.thought.strip(), stopped, num_ctx)
 
     def _show(self, answer: AnswerStream, view: AnswerView) -> None:
         started = time.perf_counter()

@@ -32,8 +32,9 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class OneShot:
-    """What is asked, apart from the model. `raw`: no template and no thought in it."""
+    """What is asked of the model of that name. `raw`: no template and no thought in it."""
 
+    model: str
     prompt: Prompt
     sampling: SamplingParams
     options: ChatOptions
@@ -71,7 +72,7 @@ def report(
     """The object that --json prints."""
     stats, plan = answer.stats, engine.plan
     result = {
-        "model": engine.model.name,
+        "model": request.model,
         "text": answer.text,
         "thinking": answer.thought.strip(),
         "token_ids": answer.token_ids,

@@ -49,7 +49,7 @@ def run_repl(chat: Chat) -> int:
 def _greet(chat: Chat) -> None:
     engine, plan = chat.engine, chat.engine.plan
     share = f"{plan.num_slots:,} of {engine.config.num_routed_experts:,} experts"
-    chat.say(f"{engine.model.name} on {engine.device}, pool of {share}. /help lists the commands.")
+    chat.say(f"{chat.model} on {engine.device}, pool of {share}. /help lists the commands.")
     for line in engine.fallbacks:
         chat.say(line)
 
@@ -69,8 +69,8 @@ def _prompt_session(chat: Chat) -> PromptSession[str]:
     names = {name: command.help for command in COMMANDS for name in command.names}
 
     def toolbar() -> str:
-        num_ctx, plan = len(chat.engine.token_ids), chat.engine.plan
-        return idle_line(num_ctx, plan.ctx_size, plan.pool_bytes, chat.console.width)
+        plan = chat.engine.plan
+        return idle_line(chat.session.num_ctx, plan.ctx_size, plan.pool_bytes, chat.console.width)
 
     return PromptSession(
         history=_history(chat.say),

@@ -20,12 +20,13 @@ _TRIAL = [{"role": "user", "content": "?"}]
 @dataclass
 class Exchange:
     """A message of the user and what the model said to it; a thought is kept but never sent again.
-    `stopped`: the user broke the answer off."""
+    `stopped`: the user broke the answer off. `num_ctx`: tokens of the context in use after it."""
 
     user: str
     answer: str = ""
     thought: str = ""
     stopped: bool = False
+    num_ctx: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Session:
     system: str = ""
     think: str = "auto"
     exchanges: list[Exchange] = field(default_factory=list)
+
+    @property
+    def num_ctx(self) -> int:
+        """Tokens of the context in use."""
+        return self.exchanges[-1].num_ctx if self.exchanges else 0
 
     def prompt(self, user: str, room: int) -> Prompt:
         """The prompt for a new message of the user, which is not recorded yet.

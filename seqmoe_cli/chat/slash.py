@@ -128,7 +128,7 @@ def _predict_text(chat: Chat) -> str:
 def _show(chat: Chat, argument: str) -> None:
     plan, session = chat.engine.plan, chat.session
     rows = [
-        ("model", chat.engine.model.name, ""),
+        ("model", chat.model, ""),
         ("system", session.system or "none", ""),
         ("think", session.think, ""),
         *chat.sampling.rows(),

@@ -42,10 +42,9 @@ def prefill_line(done: int, total: int, elapsed_s: float, width: int) -> str:
 
 def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
     """The line after an answer; `cold` says that the pool was empty before it."""
-    count = stats.completion_tokens
     fields = [
-        f"{count:,} token{'' if count == 1 else 's'}, {stats.tokens_per_second:,.1f} tok/s",
-        f"prompt {stats.prefilled_tokens:,} tokens in {stats.prefill_s:.2f} s",
+        f"{_tokens(stats.completion_tokens)}, {stats.tokens_per_second:,.1f} tok/s",
+        f"prompt {_tokens(stats.prefilled_tokens)} in {stats.prefill_s:.2f} s",
         f"hit {stats.hit_rate:.1%}" + (" (cold pool)" if cold else ""),
     ]
     return fit(fields, width)
@@ -71,3 +70,7 @@ def rate(bytes_per_s: float) -> str:
     """Bytes per second in GB/s, or MB/s when slow."""
     gb = bytes_per_s / 1e9
     return f"{gb:,.1f} GB/s" if gb >= 0.95 else f"{bytes_per_s / 1e6:,.1f} MB/s"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"

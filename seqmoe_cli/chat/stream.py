@@ -100,7 +100,8 @@ class AnswerView:
         return rows[:-1], rows[-1]
 
     def _refresh(self) -> None:
-        status = Text(self._status, style=_STATUS_STYLE, no_wrap=True, overflow="crop")
+        status = Text(self._status, style=_STATUS_STYLE, no_wrap=True)
+        status.truncate(self.width)
         row = self._row.copy()
         row.no_wrap, row.overflow = True, "crop"
         self._live.update(Group(row, status) if row else status, refresh=True)

@@ -49,25 +49,34 @@ _PredictFlag = Annotated[
     int | None, _flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
 ]
 _TempFlag = Annotated[
-    float | None, _flag("--temp", help="Temperature; 0 takes the likeliest token.")
+    float | None, _flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
 ]
-_TopKFlag = Annotated[int | None, _flag("--top-k", help="Choose among the K likeliest; 0 is all.")]
+_TopKFlag = Annotated[
+    int | None, _flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
+]
 _TopPFlag = Annotated[
-    float | None, _flag("--top-p", help="Choose among the likeliest that make up this share.")
+    float | None,
+    _flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
 ]
 _MinPFlag = Annotated[
-    float | None, _flag("--min-p", help="Leave out what is rarer than this share of the likeliest.")
+    float | None,
+    _flag("--min-p", metavar="P", help="Leave out what is rarer than this share of the likeliest."),
 ]
 _RepeatFlag = Annotated[
-    float | None, _flag("--repeat-penalty", help="Divide the score of tokens seen; 1 is off.")
+    float | None,
+    _flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
 ]
 _PresenceFlag = Annotated[
-    float | None, _flag("--presence-penalty", help="Taken off tokens of the answer; 0 is off.")
+    float | None,
+    _flag("--presence-penalty", metavar="X", help="Taken off tokens of the answer; 0 is off."),
 ]
 _FrequencyFlag = Annotated[
-    float | None, _flag("--frequency-penalty", help="The same for each time one was used.")
+    float | None,
+    _flag("--frequency-penalty", metavar="X", help="The same for each time one was used."),
 ]
-_SeedFlag = Annotated[int | None, _flag("--seed", help="Makes the choice of tokens repeatable.")]
+_SeedFlag = Annotated[
+    int | None, _flag("--seed", metavar="N", help="Makes the choice of tokens repeatable.")
+]
 _ThinkFlag = Annotated[
     str, _flag("--think", metavar="auto|on|off", help="Whether the model thinks first.")
 ]
@@ -167,6 +176,7 @@ class _Launch:
         from seqmoe_weights.packed import PackedModel
 
         config = PackedModel.open(folder).config
+        self.model = folder.resolve().name
         self.folder, self.engine, self.behaviour = folder, engine, behaviour
         self.ctx_size = min(engine.ctx_size, config.max_position_embeddings)
         self.tokenizer = Tokenizer.open(folder)
@@ -182,7 +192,9 @@ class _Launch:
         params = self.sampling.params
         if params.seed is None:  # so that --json can say which one it was
             params = replace(params, seed=secrets.randbits(32))
-        request = OneShot(prompt, params, self.behaviour, question.raw is not None, as_json)
+        request = OneShot(
+            self.model, prompt, params, self.behaviour, question.raw is not None, as_json
+        )
         with options.opened_engine(self.folder, self.engine) as engine:
             if is_terminal(sys.stderr):
                 for line in engine.fallbacks:
@@ -202,7 +214,7 @@ class _Launch:
         session.set_think(self.behaviour.think)
         with options.opened_engine(self.folder, self.engine) as engine:
             console = make_console(sys.stdout)
-            chat = Chat(console, engine, session, self.sampling, self.behaviour)
+            chat = Chat(self.model, console, engine, session, self.sampling, self.behaviour)
             return run_repl(chat)
 
     def _prompt(self, question: Question) -> Prompt:
