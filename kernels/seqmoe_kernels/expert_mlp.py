@@ -1,12 +1,20 @@
-"""The experts of chosen (token, expert) pairs, computed from the records that lie in slots."""
+"""The experts of chosen (token, expert) pairs, computed from the records that lie in slots.
+
+One token: two matrix-vector kernels over all of its pairs, gate and up with the activation, then
+down. Many tokens: one expert after the other, its weights decoded for a matrix product.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
+from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.formats import ExpertFormat
-from seqmoe_kernels.fp8 import BLOCK, dequantize_reference
+from seqmoe_kernels.fp8 import dequantize, num_blocks
+from seqmoe_kernels.gemv import chunk_scales, chunk_size, chunk_sums, tile_columns, tile_rows
 
 
 def record_part(
@@ -17,26 +25,10 @@ def record_part(
     return record[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def expert_pairs_reference(
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    pair_slots: torch.Tensor,
-    fmt: ExpertFormat,
-    out: torch.Tensor,
-) -> None:
-    top_k = pair_slots.shape[1]
-    for slot in sorted(set(pair_slots.flatten().tolist())):
-        if slot < 0:
-            continue
-        gate, up, down = expert_weights_reference(slots[slot], fmt)
-        pairs = (pair_slots.flatten() == slot).nonzero().flatten()
-        rows = x[pairs // top_k].float()
-        act = (F.silu(F.linear(rows, gate)) * F.linear(rows, up)).to(x.dtype)
-        out.view(-1, fmt.hidden)[pairs] = F.linear(act.float(), down)
-
-
-def expert_weights_reference(record: torch.Tensor, fmt: ExpertFormat) -> list[torch.Tensor]:
-    """Return gate, up [I, H] and down [H, I] of a uint8 record, decoded to f32."""
+def expert_weights(
+    record: torch.Tensor, fmt: ExpertFormat, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return gate, up [I, H] and down [H, I] of a uint8 record, decoded to `dtype`."""
     wide, tall = (fmt.inter, fmt.hidden), (fmt.hidden, fmt.inter)
     weights = []
     for shape, offset, scale_offset in (
@@ -46,12 +38,227 @@ def expert_weights_reference(record: torch.Tensor, fmt: ExpertFormat) -> list[to
     ):
         weight = record_part(record, offset, shape, fmt.weight_dtype)
         if fmt.weight_dtype == torch.float8_e4m3fn:
-            blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-            scale = record_part(record, scale_offset, blocks, torch.float32)
-            weights.append(dequantize_reference(weight, scale, torch.float32))
+            scale = record_part(record, scale_offset, num_blocks(*shape), torch.float32)
+            weights.append(dequantize(weight, scale, dtype))
         else:
-            weights.append(weight.float())
+            weights.append(weight.to(dtype))
     return weights
+
+
+def _pairs_by_slot(pair_slots: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Map each slot in use to the flat indices (int64, ascending) of its pairs. Waits for a GPU."""
+    pairs: dict[int, list[int]] = {}
+    for pair, slot in enumerate(pair_slots.flatten().tolist()):
+        if slot >= 0:
+            pairs.setdefault(slot, []).append(pair)
+    order = [pair for group in pairs.values() for pair in group]
+    indices = torch.tensor(order, dtype=torch.int64, device=pair_slots.device)
+    groups = indices.split([len(group) for group in pairs.values()])
+    return dict(zip(pairs, groups, strict=True))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x weight^T in f32, summed in f32."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float() @ weight.float().t()
+
+
+def _expert_by_expert(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+    weight_dtype: torch.dtype,
+) -> None:
+    for slot, pairs in _pairs_by_slot(pair_slots).items():
+        gate, up, down = expert_weights(slots[slot], fmt, weight_dtype)
+        rows = x[pairs // pair_slots.shape[1]]
+        act = F.silu(_product(rows, gate)) * _product(rows, up)
+        out.view(-1, fmt.hidden)[pairs] = _product(act.to(x.dtype), down)
+
+
+def expert_pairs_reference(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+) -> None:
+    _expert_by_expert(x, slots, pair_slots, fmt, out, torch.float32)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x,
+    weights,
+    scales,
+    pair_slots,
+    act,
+    slot_weights,
+    slot_scales,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    GATE: tl.constexpr,
+    UP: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
+    UP_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    slot = tl.load(pair_slots + pair).to(tl.int64)
+    if slot >= 0:
+        first = tl.program_id(0) * ROWS
+        lane = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
+        row, is_up = first + lane // 2, lane % 2 == 1
+        starts = slot * slot_weights + tl.where(is_up, UP, GATE) + row * H
+        total = tl.zeros((2 * ROWS, BLOCK_K // V), tl.float32)
+        for start in tl.static_range(0, H, BLOCK_K):
+            chunk = start // V + tl.arange(0, BLOCK_K // V)
+            part = chunk_sums(weights, starts, row < I, x, chunk, H, V, FP8)
+            if FP8:
+                of_slot = scales + slot * slot_scales
+                of_gate = chunk_scales(of_slot + GATE_SCALE, first, chunk, H, V)
+                of_up = chunk_scales(of_slot + UP_SCALE, first, chunk, H, V)
+                part *= tl.where(is_up[:, None], of_up[None, :], of_gate[None, :])
+            total += part
+        gate, up = tl.split(tl.reshape(tl.sum(total, axis=1), (ROWS, 2)))
+        value = gate / (1 + tl.exp(-gate)) * up
+        row = first + tl.arange(0, ROWS)
+        tl.store(act + pair * I + row, value.to(act.dtype.element_ty), mask=row < I)
+
+
+@triton.jit
+def _down_kernel(
+    act,
+    weights,
+    scales,
+    pair_slots,
+    out,
+    slot_weights,
+    slot_scales,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    DOWN: tl.constexpr,
+    DOWN_SCALE: tl.constexpr,
+    FP8: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    slot = tl.load(pair_slots + pair).to(tl.int64)
+    if slot >= 0:
+        first = tl.program_id(0) * ROWS
+        row = first + tl.arange(0, ROWS)
+        starts = slot * slot_weights + DOWN + row * I
+        total = tl.zeros((ROWS, BLOCK_K // V), tl.float32)
+        for start in tl.static_range(0, I, BLOCK_K):
+            chunk = start // V + tl.arange(0, BLOCK_K // V)
+            part = chunk_sums(weights, starts, row < H, act + pair * I, chunk, I, V, FP8)
+            if FP8:
+                of_slot = scales + slot * slot_scales + DOWN_SCALE
+                part *= chunk_scales(of_slot, first, chunk, I, V)[None, :]
+            total += part
+        tl.store(out + pair * H + row, tl.sum(total, axis=1), mask=row < H)
+
+
+def check_expert_pairs(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+) -> None:
+    check("x", x, FLOATS, (-1, fmt.hidden), x.device)
+    check("slots", slots, torch.uint8, (-1, fmt.record_bytes), x.device)
+    check("pair_slots", pair_slots, torch.int32, (x.shape[0], -1), x.device)
+    check("out", out, torch.float32, (*pair_slots.shape, fmt.hidden), x.device)
+    if fmt.weight_dtype not in (*FLOATS, torch.float8_e4m3fn):
+        raise ValueError(f"records of {fmt.weight_dtype} are not supported")
+    if fmt.hidden % 16 or fmt.inter % 16:
+        sizes = f"{fmt.inter} x {fmt.hidden}"
+        raise ValueError(f"experts are {sizes}, expected multiples of 16")
+    offsets = (fmt.gate, fmt.up, fmt.down, fmt.record_bytes)
+    if any(offset % 16 for offset in offsets):
+        raise ValueError(f"record offsets are {offsets}, expected multiples of 16")
+
+
+def _expert_gemv(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+) -> None:
+    fp8 = fmt.weight_dtype == torch.float8_e4m3fn
+    chunk = chunk_size(fmt.weight_dtype)
+    weights = slots.view(torch.int8 if fp8 else fmt.weight_dtype)
+    scales = slots.view(torch.float32)
+    size = fmt.weight_dtype.itemsize
+    num_pairs = pair_slots.shape[1]
+    act = torch.empty((num_pairs, fmt.inter), dtype=x.dtype, device=x.device)
+    rows = tile_rows(fmt.inter * num_pairs, 8, x.device)
+    _gate_up_kernel[(triton.cdiv(fmt.inter, rows), num_pairs)](
+        x,
+        weights,
+        scales,
+        pair_slots,
+        act,
+        weights.stride(0),
+        scales.stride(0),
+        fmt.hidden,
+        fmt.inter,
+        fmt.gate // size,
+        fmt.up // size,
+        fmt.gate_scale // 4,
+        fmt.up_scale // 4,
+        fp8,
+        chunk,
+        rows,
+        tile_columns(fmt.hidden, fmt.weight_dtype),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    rows = tile_rows(fmt.hidden * num_pairs, 32, x.device)
+    _down_kernel[(triton.cdiv(fmt.hidden, rows), num_pairs)](
+        act,
+        weights,
+        scales,
+        pair_slots,
+        out,
+        weights.stride(0),
+        scales.stride(0),
+        fmt.hidden,
+        fmt.inter,
+        fmt.down // size,
+        fmt.down_scale // 4,
+        fp8,
+        chunk,
+        rows,
+        tile_columns(fmt.inter, fmt.weight_dtype),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def expert_pairs_triton(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+) -> None:
+    check_kernel_device(x)
+    check_expert_pairs(x, slots, pair_slots, fmt, out)
+    if x.shape[0] == 1:
+        _expert_gemv(x, slots, pair_slots, fmt, out)
+    else:
+        _expert_by_expert(x, slots, pair_slots, fmt, out, x.dtype)
 
 
 def expert_pairs(
@@ -66,5 +273,7 @@ def expert_pairs(
     `x` is [T, H], `slots` uint8 [S, R]; `pair_slots` (int32 [T, K]) names the slot of the k-th
     expert of a token, -1 leaves `out` as it is. Sums are f32; the activation is rounded to the
     dtype of `x`. A pair's bits depend neither on its slot nor on the other experts of the call.
+    With T > 1 the host waits for `pair_slots`.
     """
-    expert_pairs_reference(x, slots, pair_slots, fmt, out)
+    run = expert_pairs_triton if x.is_cuda else expert_pairs_reference
+    run(x, slots, pair_slots, fmt, out)

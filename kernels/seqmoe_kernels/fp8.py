@@ -1,10 +1,26 @@
-"""FP8 weights in 128x128 blocks: what a byte means, and decoding a whole matrix."""
+"""FP8 weights in 128x128 blocks: what a byte means, and decoding a whole matrix.
+
+Kernels see the bytes as int8 and decode them with integer operations, exactly and on every card:
+the code's exponent and mantissa bits are moved to where f32 has them, which gives the value times
+2^-120 (the difference of the two exponent biases).
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 
 BLOCK = 128
+_BLOCK = tl.constexpr(BLOCK)
+_UNBIAS = tl.constexpr(2.0**120)
+
+
+def num_blocks(rows: int, cols: int) -> tuple[int, int]:
+    """The shape of the scales of a [rows, cols] weight."""
+    return -(-rows // BLOCK), -(-cols // BLOCK)
 
 
 def dequantize_reference(
@@ -15,8 +31,46 @@ def dequantize_reference(
     return (weight.float() * spread).to(dtype)
 
 
+@triton.jit
+def decode_biased(byte):
+    """Decode int8 e4m3 codes to f32 values times 2^-120. Wrong for the two NaN codes only."""
+    spread_sign = byte.to(tl.int32) << 20  # s s s s s e e e e m m m 0...
+    return (spread_sign & -0x78100000).to(tl.float32, bitcast=True)  # s 0 0 0 0 e e e e m m m 0...
+
+
+@triton.jit
+def _dequantize_kernel(weight, scale, out, rows, cols, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    at = row[:, None].to(tl.int64) * cols + col[None, :]
+    scale_row = tl.program_id(0) * ROWS // _BLOCK
+    factor = tl.load(scale + scale_row * tl.cdiv(cols, _BLOCK) + tl.program_id(1))
+    value = decode_biased(tl.load(weight + at, mask=mask, other=0)) * _UNBIAS
+    tl.store(out + at, (value * factor).to(out.dtype.element_ty), mask=mask)
+
+
+def dequantize_triton(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    check_kernel_device(weight)
+    check("weight", weight, torch.float8_e4m3fn, (-1, -1), weight.device)
+    rows, cols = weight.shape
+    check("scale", scale, torch.float32, num_blocks(rows, cols), weight.device)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype is {dtype}, expected {' or '.join(map(str, FLOATS))}")
+    out = torch.empty((rows, cols), dtype=dtype, device=weight.device)
+    tile_rows = 32
+    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(cols, BLOCK))
+    _dequantize_kernel[grid](
+        weight.view(torch.int8), scale, out, rows, cols, tile_rows, enable_fp_fusion=True
+    )
+    return out
+
+
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `weight` (float8_e4m3fn [R, C]) times its block's `scale` (f32 [R/128, C/128], rounded
     up), rounded once to `dtype`.
     """
-    return dequantize_reference(weight, scale, dtype)
+    run = dequantize_triton if weight.is_cuda else dequantize_reference
+    return run(weight, scale, dtype)

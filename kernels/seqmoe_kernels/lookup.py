@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
+from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.formats import EMPTY, FETCHING, HITS, MISSES, NO_VICTIM, READY, PoolState
 
 NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
+MAX_SLOTS = 16384  # one program holds the scores of all slots in its registers
+
+_NEVER, _EMPTY, _FETCHING, _READY = map(tl.constexpr, (NEVER, EMPTY, FETCHING, READY))
+_HITS, _MISSES, _NO_VICTIM = map(tl.constexpr, (HITS, MISSES, NO_VICTIM))
 
 
 class Resolved(NamedTuple):
@@ -30,7 +37,7 @@ def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     candidates[slots[hit].long()] = NEVER
     missed = (~hit).nonzero().flatten().tolist()
     for i in missed:
-        slots[i] = _assign(int(wanted[i]), candidates, pool)
+        slots[i] = _assign_reference(int(wanted[i]), candidates, pool)
     pool.counters[HITS] += int(hit.sum())
     pool.counters[MISSES] += len(missed)
     miss_ids, miss_slots = torch.full_like(slots, -1), torch.full_like(slots, -1)
@@ -40,7 +47,7 @@ def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     return Resolved(slots, miss_ids, miss_slots, num_misses)
 
 
-def _assign(expert: int, candidates: torch.Tensor, pool: PoolState) -> int:
+def _assign_reference(expert: int, candidates: torch.Tensor, pool: PoolState) -> int:
     """Give `expert` the lowest slot among those of the lowest score; -1 if there is none."""
     least = candidates.min()
     if least == NEVER:
@@ -59,6 +66,113 @@ def _assign(expert: int, candidates: torch.Tensor, pool: PoolState) -> int:
     return victim
 
 
+@triton.jit
+def _assign(pool, expert, victim, now):
+    """Give `expert` the slot `victim`. All threads read before the barrier, one writes after it."""
+    old = tl.load(pool.owner + victim)
+    tag = tl.load(pool.assigned_tag + victim) + 1
+    tl.debug_barrier()
+    if old >= 0:
+        tl.store(pool.slot_of + old, -1)
+    tl.store(pool.slot_of + expert, victim)
+    tl.store(pool.owner + victim, expert)
+    tl.store(pool.state + victim, _READY)
+    tl.store(pool.assigned_tag + victim, tag)
+    tl.store(pool.landed_tag + victim, tag)
+    tl.store(pool.score + victim, now)
+
+
+@triton.jit
+def _candidates(pool, num_slots, slot):
+    """The score by which each slot may become a victim; `_NEVER` if it must not."""
+    inside = slot < num_slots
+    score = tl.load(pool.score + slot, mask=inside, other=_NEVER)
+    state = tl.load(pool.state + slot, mask=inside, other=_FETCHING)
+    return tl.where(state == _EMPTY, -1, tl.where(state == _FETCHING, _NEVER, score))
+
+
+@triton.jit
+def _resolve_kernel(
+    wanted, pool, resolved, n, num_slots, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    # One program, many threads: a barrier stands between every read of a place and the write to it
+    # by another thread, and between a write and its reading back.
+    i = tl.arange(0, BLOCK_N)
+    inside = i < n
+    expert = tl.load(wanted + i, mask=inside, other=0)
+    found = tl.load(pool.slot_of + expert, mask=inside, other=0)
+    now = tl.load(pool.clock) + 1
+    hits, misses = tl.load(pool.counters + _HITS), tl.load(pool.counters + _MISSES)
+    lost = tl.load(pool.counters + _NO_VICTIM)
+    miss, hit = inside & (found < 0), inside & (found >= 0)
+    rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+    num_misses = tl.sum(miss.to(tl.int32), 0)
+    tl.debug_barrier()
+    tl.store(pool.clock, now)
+    tl.store(pool.counters + _HITS, hits + n - num_misses)
+    tl.store(pool.counters + _MISSES, misses + num_misses)
+    tl.store(resolved.num_misses, num_misses)
+    tl.store(resolved.slots + i, found, mask=hit)
+    tl.store(resolved.miss_ids + rank, expert, mask=miss)
+    tl.store(resolved.miss_ids + i, -1, mask=inside & (i >= num_misses))
+    tl.store(resolved.miss_slots + i, -1, mask=inside & (i >= num_misses))
+    if num_misses > 0:
+        slot = tl.arange(0, BLOCK_S)
+        tl.store(pool.score + found, _NEVER, mask=hit)  # what is wanted now is no victim
+        tl.debug_barrier()
+        candidates = _candidates(pool, num_slots, slot)
+        for r in range(num_misses):
+            here = miss & (rank == r)
+            least = tl.min(candidates, 0)
+            victim = tl.min(tl.where(candidates == least, slot, BLOCK_S), 0)
+            if least == _NEVER:
+                victim = -1
+                lost += 1
+            else:
+                _assign(pool, tl.sum(tl.where(here, expert, 0), 0), victim, now)
+            tl.store(resolved.slots + i, victim, mask=here)
+            tl.store(resolved.miss_slots + r, victim)
+            candidates = tl.where(slot == victim, _NEVER, candidates)
+        tl.debug_barrier()
+        tl.store(pool.counters + _NO_VICTIM, lost)
+    tl.store(pool.score + found, now, mask=hit)
+
+
+def check_pool(pool: PoolState, device: torch.device) -> None:
+    num_slots = pool.owner.shape[0]
+    if not 1 <= num_slots <= MAX_SLOTS:
+        raise ValueError(f"the pool has {num_slots} slots, expected 1 to {MAX_SLOTS}")
+    sizes = {"slot_of": -1, "clock": 1, "counters": 3}
+    narrow = ("slot_of", "owner", "state")
+    for name, tensor in pool._asdict().items():
+        dtype = torch.int32 if name in narrow else torch.int64
+        check(name, tensor, dtype, (sizes.get(name, num_slots),), device)
+
+
+def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
+    check_kernel_device(wanted)
+    check("wanted", wanted, torch.int32, (-1,), wanted.device)
+    check_pool(pool, wanted.device)
+    n, num_slots = wanted.shape[0], pool.owner.shape[0]
+    if n == 0:
+        raise ValueError("wanted is empty, expected at least one expert")
+    sizes = (n, n, n, 1)
+    resolved = Resolved(*(wanted.new_empty(size) for size in sizes))
+    block_slots = triton.next_power_of_2(num_slots)
+    _resolve_kernel[(1,)](
+        wanted,
+        pool,
+        resolved,
+        n,
+        num_slots,
+        triton.next_power_of_2(n),
+        block_slots,
+        num_warps=min(max(block_slots // 256, 1), 16),
+        enable_fp_fusion=True,
+    )
+    return resolved
+
+
 def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
 
@@ -68,4 +182,4 @@ def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     up. Without such a slot the miss gets slot -1 and is counted in NO_VICTIM. The weights are not
     moved here: `fetch` the result before reading the slots. Updates `pool` in place.
     """
-    return resolve_reference(wanted, pool)
+    return (resolve_triton if wanted.is_cuda else resolve_reference)(wanted, pool)

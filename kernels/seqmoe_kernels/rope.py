@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
+from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.norm import rms_norm_reference
 
 
@@ -22,6 +25,79 @@ def rotary_reference(
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+@triton.jit
+def _normalized(value, weight, at, mask, inv_rms, dtype: tl.constexpr):
+    gain = tl.load(weight + at, mask=mask, other=0).to(tl.float32)
+    return ((value * inv_rms).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotary_kernel(
+    x,
+    positions,
+    inv_freq,
+    norm_weight,
+    out,
+    eps,
+    num_heads,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    head = tl.program_id(0)
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = out.dtype.element_ty
+    i = tl.arange(0, BLOCK)
+    mask = i < HALF
+    at = head.to(tl.int64) * D + i
+    first = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+    second = tl.load(x + at + HALF, mask=mask, other=0).to(tl.float32)
+    if NORM:
+        inv_rms = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / D + eps)
+        first = _normalized(first, norm_weight, i, mask, inv_rms, dtype)
+        second = _normalized(second, norm_weight, i + HALF, mask, inv_rms, dtype)
+    position = tl.load(positions + head // num_heads).to(tl.float32)
+    angle = position * tl.load(inv_freq + i, mask=mask, other=0)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    tl.store(out + at, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(out + at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+def rotary_triton(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    check_kernel_device(x)
+    check("x", x, FLOATS, (-1, -1, -1), x.device)
+    num_tokens, num_heads, dim = x.shape
+    if dim % 2:
+        raise ValueError(f"x has an odd head dimension, {dim}")
+    check("positions", positions, torch.int64, (num_tokens,), x.device)
+    check("inv_freq", inv_freq, torch.float32, (dim // 2,), x.device)
+    if norm_weight is not None:
+        check("norm_weight", norm_weight, x.dtype, (dim,), x.device)
+    out = torch.empty_like(x)
+    if x.numel() > 0:
+        _rotary_kernel[(num_tokens * num_heads,)](
+            x,
+            positions,
+            inv_freq,
+            norm_weight,
+            out,
+            eps,
+            num_heads,
+            dim,
+            triton.next_power_of_2(dim // 2),
+            norm_weight is not None,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
 def rotary(
     x: torch.Tensor,
     positions: torch.Tensor,
@@ -34,4 +110,5 @@ def rotary(
     Dimension i pairs with i + D/2. With `norm_weight` [D] each head is RMS-normalised first.
     Angles and rotation are f32; the result has the dtype of `x`.
     """
-    return rotary_reference(x, positions, inv_freq, norm_weight, eps)
+    run = rotary_triton if x.is_cuda else rotary_reference
+    return run(x, positions, inv_freq, norm_weight, eps)

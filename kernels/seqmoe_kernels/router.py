@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 
 
 def route_reference(
@@ -16,10 +20,80 @@ def route_reference(
     return ids.int(), weights
 
 
+@triton.jit
+def _sort_key(logit, expert, E: tl.constexpr):
+    """Map (logit, expert) to an int64 that grows with the logit, then with a falling expert id."""
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # one zero, not two
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats run backwards
+    return (ordered.to(tl.int64) << 32) | (E - 1 - expert).to(tl.int64)
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    ids,
+    weights,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    rank = tl.arange(0, BLOCK_K)
+    inside = expert < E
+    logit = tl.load(logits + row * E + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(logit - tl.max(logit, 0))
+    probability = probability / tl.sum(probability, 0)
+    lowest: tl.constexpr = -(2**63)
+    key = tl.where(inside, _sort_key(logit, expert, E), lowest)
+    chosen_ids = tl.zeros((BLOCK_K,), tl.int32)
+    chosen_weights = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.static_range(K):
+        best = tl.max(key, 0)
+        best_id = E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        best_weight = tl.sum(tl.where(expert == best_id, probability, 0.0), 0)
+        chosen_ids = tl.where(rank == k, best_id, chosen_ids)
+        chosen_weights = tl.where(rank == k, best_weight, chosen_weights)
+        key = tl.where(expert == best_id, lowest, key)
+    if RENORMALIZE:
+        chosen_weights = chosen_weights / tl.sum(chosen_weights, 0)
+    tl.store(ids + row * K + rank, chosen_ids, mask=rank < K)
+    tl.store(weights + row * K + rank, chosen_weights, mask=rank < K)
+
+
+def route_triton(
+    logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_kernel_device(logits)
+    check("logits", logits, FLOATS, (-1, -1), logits.device)
+    rows, num_experts = logits.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k is {top_k}, expected 1 to {num_experts} (the number of experts)")
+    ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    if rows > 0:
+        _route_kernel[(rows,)](
+            logits,
+            ids,
+            weights,
+            num_experts,
+            top_k,
+            triton.next_power_of_2(num_experts),
+            triton.next_power_of_2(top_k),
+            renormalize,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+    return ids, weights
+
+
 def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for every row of `logits` [T, E].
 
     Returns ids (i32 [T, K], best first, the lower id first among equal logits) and weights
     (f32 [T, K]): their softmax over all E, or with `renormalize` their share of the chosen ones.
     """
-    return route_reference(logits, top_k, renormalize)
+    run = route_triton if logits.is_cuda else route_reference
+    return run(logits, top_k, renormalize)

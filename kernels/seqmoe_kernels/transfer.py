@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.checks import check, check_kernel_device
+
+# A few programs fill the link; more would only take multiprocessors from other kernels.
+PROGRAMS_PER_RECORD = 16
+BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 KiB
 
 
 def fetch_reference(
@@ -19,6 +27,63 @@ def fetch_reference(
             slots[slot].copy_(records[expert])
 
 
+@triton.jit
+def _fetch_kernel(
+    records,
+    slots,
+    miss_ids,
+    miss_slots,
+    num_misses,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    i = tl.program_id(1)
+    if i < tl.load(num_misses):
+        slot = tl.load(miss_slots + i).to(tl.int64)
+        if slot >= 0:
+            source = records + tl.load(miss_ids + i).to(tl.int64) * WORDS
+            target = slots + slot * WORDS
+            for start in range(tl.program_id(0) * BLOCK, WORDS, PROGRAMS * BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                words = tl.load(source + at, mask=at < WORDS, cache_modifier=".cg")
+                tl.store(target + at, words, mask=at < WORDS)
+
+
+def fetch_triton(
+    records: torch.Tensor,
+    slots: torch.Tensor,
+    miss_ids: torch.Tensor,
+    miss_slots: torch.Tensor,
+    num_misses: torch.Tensor,
+) -> None:
+    check_kernel_device(slots)
+    record_bytes = slots.shape[-1]
+    if record_bytes % 16:
+        raise ValueError(f"a record has {record_bytes} bytes, expected a multiple of 16")
+    check("slots", slots, torch.uint8, (-1, record_bytes), slots.device)
+    check("records", records, torch.uint8, (-1, record_bytes), records.device)
+    if slots.is_cuda and not records.is_cuda and not records.is_pinned():
+        raise ValueError("records is in pageable memory, expected pinned memory")
+    count = miss_ids.shape[0]
+    check("miss_ids", miss_ids, torch.int32, (count,), slots.device)
+    check("miss_slots", miss_slots, torch.int32, (count,), slots.device)
+    check("num_misses", num_misses, torch.int32, (1,), slots.device)
+    if count > 0:
+        _fetch_kernel[(PROGRAMS_PER_RECORD, count)](
+            records.view(torch.int32),
+            slots.view(torch.int32),
+            miss_ids,
+            miss_slots,
+            num_misses,
+            record_bytes // 4,
+            BLOCK_WORDS,
+            PROGRAMS_PER_RECORD,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
+
+
 def fetch(
     records: torch.Tensor,
     slots: torch.Tensor,
@@ -31,4 +96,5 @@ def fetch(
 
     With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link.
     """
-    fetch_reference(records, slots, miss_ids, miss_slots, num_misses)
+    run = fetch_triton if slots.is_cuda else fetch_reference
+    run(records, slots, miss_ids, miss_slots, num_misses)

@@ -1,0 +1,34 @@
+"""What Triton wrappers check of their tensors; each raises ValueError with the offending value."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_kernel_device(tensor: torch.Tensor) -> None:
+    """A Triton kernel runs on CUDA tensors, or on any when Triton interprets (TRITON_INTERPRET)."""
+    if not (tensor.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"a Triton kernel needs CUDA tensors, got one on {tensor.device}")
+
+
+def check(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    """Require this dtype (one of these), this shape (-1: any size), this device, contiguity."""
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, allowed))}")
+    sizes = zip(tensor.shape, shape, strict=False)
+    if tensor.dim() != len(shape) or any(want not in (-1, got) for got, want in sizes):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")

@@ -1,0 +1,32 @@
+"""Every kernel is tested on two devices: Triton's interpreter over CPU tensors, and CUDA.
+
+Without a GPU the interpreter is switched on here, before triton is imported; with one, the process
+compiles for the GPU and the interpreter's half is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    import triton
+
+    name: str = request.param
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if name == "interpret" and not triton.knobs.runtime.interpret:
+        pytest.skip("Triton compiles in this process; TRITON_INTERPRET=1 interprets")
+    return torch.device("cpu" if name == "interpret" else name)
+
+
+@pytest.fixture
+def gen() -> torch.Generator:
+    return torch.Generator().manual_seed(20)

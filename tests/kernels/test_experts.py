@@ -1,0 +1,220 @@
+"""The experts of pairs against plain formulas, and that their bits depend on nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seqmoe_kernels import ExpertFormat, expert_pairs
+from seqmoe_kernels.expert_mlp import expert_pairs_reference, expert_pairs_triton
+from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
+
+FP8 = torch.float8_e4m3fn
+NAN = float("nan")
+
+
+def expert_format(hidden: int, inter: int, dtype: torch.dtype) -> ExpertFormat:
+    """Lay the parts out one after the other, 256 bytes aligned, like a real record."""
+    sizes = [hidden * inter * dtype.itemsize] * 3
+    if dtype == FP8:
+        blocks_i, blocks_h = num_blocks(inter, hidden)
+        sizes += [blocks_i * blocks_h * 4] * 3
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = -(-(end + size) // 256) * 256
+    scales = offsets[3:] or [-1, -1, -1]
+    record_bytes = -(-(end + 8) // 4096) * 4096
+    return ExpertFormat(dtype, hidden, inter, *offsets[:3], *scales, end, record_bytes)
+
+
+def random_record(gen: torch.Generator, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes, and gate, up, down [H, I] transposed to one f32 [3, I, H]."""
+    record = torch.zeros(fmt.record_bytes, dtype=torch.uint8)
+    weights = []
+    for offset, scale_offset in (
+        (fmt.gate, fmt.gate_scale),
+        (fmt.up, fmt.up_scale),
+        (fmt.down, fmt.down_scale),
+    ):
+        shape = (fmt.hidden, fmt.inter) if offset == fmt.down else (fmt.inter, fmt.hidden)
+        weight = torch.randn(shape, generator=gen).mul(0.1).to(fmt.weight_dtype)
+        _put(record, offset, weight)
+        if fmt.weight_dtype == FP8:
+            scale = torch.rand(num_blocks(*shape), generator=gen) + 0.5
+            _put(record, scale_offset, scale)
+            weights.append(dequantize_reference(weight, scale, torch.float32))
+        else:
+            weights.append(weight.float())
+    return record, torch.stack((weights[0], weights[1], weights[2].t()))
+
+
+def _put(record: torch.Tensor, offset: int, tensor: torch.Tensor) -> None:
+    raw = tensor.contiguous().view(torch.uint8).flatten()
+    record[offset : offset + len(raw)] = raw
+
+
+def random_slots(
+    gen: torch.Generator, fmt: ExpertFormat, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = [random_record(gen, fmt) for _ in range(count)]
+    return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
+
+
+def plain(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One pair by the formula, in float64 but for the rounding of the activation."""
+    gate, up, down = weights.double()
+    g, u = gate @ x.double(), up @ x.double()
+    return (g * torch.sigmoid(g) * u).to(x.dtype).double() @ down
+
+
+def assert_pair_close(
+    got: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, limit: float
+) -> None:
+    expected = plain(x, weights)
+    error = (got.cpu().double() - expected).norm() / expected.norm()
+    assert error <= limit, f"relative error {error}"
+
+
+def run_triton(
+    device: torch.device,
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+) -> torch.Tensor:
+    out = torch.full((*pair_slots.shape, fmt.hidden), NAN, device=device)
+    expert_pairs_triton(x.to(device), slots.to(device), pair_slots.to(device), fmt, out)
+    return out.cpu()
+
+
+def run_reference(
+    device: torch.device,
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+) -> torch.Tensor:
+    out = torch.full((*pair_slots.shape, fmt.hidden), NAN)
+    expert_pairs_reference(x, slots, pair_slots, fmt, out)
+    return out
+
+
+# (hidden, inter): several tiles to a row and partial 128x128 blocks, each way
+SHAPES = [(288, 80), (48, 208)]
+# weights, x: FP8 and both plain widths; records may be narrower than the computation
+DTYPES = [
+    (FP8, torch.float32),
+    (FP8, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
+]
+
+
+def tolerance(dtype: torch.dtype, device: torch.device, rounded_weights: bool = False) -> float:
+    """f32 sums; beside 16-bit `x` the rounding of the activation, a cut in the interpreter."""
+    if dtype == torch.float32:
+        return 1e-6
+    return 8e-3 if device.type == "cpu" else 4e-3 + 2e-3 * rounded_weights
+
+
+@pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
+@pytest.mark.parametrize("hidden,inter", SHAPES)
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_one_token(
+    device: torch.device,
+    gen: torch.Generator,
+    run: object,
+    hidden: int,
+    inter: int,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    fmt = expert_format(hidden, inter, weight_dtype)
+    slots, weights = random_slots(gen, fmt, 3)
+    x = torch.randn((1, hidden), generator=gen).to(dtype)
+    pair_slots = torch.tensor([[2, -1, 0]], dtype=torch.int32)
+    assert callable(run)
+    out = run(device, x, slots, pair_slots, fmt)
+    assert out[0, 1].isnan().all(), "a pair without a slot must stay untouched"
+    assert_pair_close(out[0, 0], x[0], weights[2], tolerance(dtype, device))
+    assert_pair_close(out[0, 2], x[0], weights[0], tolerance(dtype, device))
+
+
+@pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+def test_many_tokens(
+    device: torch.device,
+    gen: torch.Generator,
+    run: object,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    fmt = expert_format(144, 80, weight_dtype)
+    slots, weights = random_slots(gen, fmt, 4)
+    x = torch.randn((5, 144), generator=gen).to(dtype)
+    pair_slots = torch.tensor([[0, 2], [2, -1], [-1, -1], [3, 0], [2, 3]], dtype=torch.int32)
+    assert callable(run)
+    out = run(device, x, slots, pair_slots, fmt)
+    limit = tolerance(dtype, device, rounded_weights=weight_dtype == FP8)
+    for token in range(5):
+        for k in range(2):
+            slot = int(pair_slots[token, k])
+            if slot < 0:
+                assert out[token, k].isnan().all()
+            else:
+                assert_pair_close(out[token, k], x[token], weights[slot], limit)
+
+
+@pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
+@pytest.mark.parametrize("run", [run_reference, run_triton])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_bits_depend_on_neither_slot_nor_companions(
+    device: torch.device,
+    gen: torch.Generator,
+    run: object,
+    tokens: int,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    fmt = expert_format(144, 32, weight_dtype)
+    slots, _ = random_slots(gen, fmt, 5)
+    x = torch.randn((tokens, 144), generator=gen).to(dtype)
+    assert callable(run)
+
+    def bits(rows: torch.Tensor, slot: int, companions: list[int]) -> torch.Tensor:
+        pair_slots = torch.tensor([[slot, *companions]] * tokens, dtype=torch.int32)
+        out: torch.Tensor = run(device, x, rows, pair_slots, fmt)
+        return out[:, 0]
+
+    alone = bits(slots, 1, [])
+    assert torch.isfinite(alone).all()
+    assert torch.equal(alone, bits(slots, 1, [0, 4, 2]))
+    assert torch.equal(alone, bits(slots, 1, [-1, 3, -1]))
+    assert torch.equal(alone, bits(slots.flip(0), 3, [4, 0, 1]))
+
+
+def test_waves_of_experts_fill_one_output(device: torch.device, gen: torch.Generator) -> None:
+    """Computing pairs in two calls over reused slots gives the bits of one call."""
+    fmt = expert_format(128, 128, torch.float32)
+    slots, _ = random_slots(gen, fmt, 2)
+    x = torch.randn((3, 128), generator=gen)
+    both = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32)
+    expected = run_triton(device, x, slots, both, fmt)
+    out = torch.full_like(expected, NAN).to(device)
+    for wave in range(2):
+        pair_slots = torch.where(both == wave, 0, -1).int().to(device)
+        one_slot = slots[wave : wave + 1].to(device)
+        expert_pairs_triton(x.to(device), one_slot, pair_slots, fmt, out)
+    assert torch.equal(out.cpu(), expected)
+
+
+def test_expert_pairs_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
+    fmt = expert_format(128, 128, torch.bfloat16)
+    slots, _ = random_slots(gen, fmt, 2)
+    x = torch.randn((1, 128), generator=gen).bfloat16()
+    pair_slots = torch.tensor([[1, 0]], dtype=torch.int32)
+    out = torch.full((1, 2, 128), NAN)
+    expert_pairs(x, slots, pair_slots, fmt, out)
+    assert torch.equal(out, run_reference(torch.device("cpu"), x, slots, pair_slots, fmt))

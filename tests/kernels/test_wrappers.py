@@ -1,0 +1,110 @@
+"""What the Triton wrappers refuse, and that the message holds the offending value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from seqmoe_kernels.attention import attention_decode_triton
+from seqmoe_kernels.expert_mlp import expert_pairs_triton
+from seqmoe_kernels.formats import ExpertFormat
+from seqmoe_kernels.fp8 import dequantize_triton
+from seqmoe_kernels.gemv import linear_triton
+from seqmoe_kernels.lookup import MAX_SLOTS, PoolState, resolve_triton
+from seqmoe_kernels.mixture import combine_triton
+from seqmoe_kernels.norm import rms_norm_triton
+from seqmoe_kernels.rope import rotary_triton
+from seqmoe_kernels.router import route_triton
+from seqmoe_kernels.transfer import fetch_triton
+
+FMT = ExpertFormat(torch.bfloat16, 64, 32, 0, 4096, 8192, -1, -1, -1, 12288, 16384)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pool(num_slots: int) -> PoolState:
+    narrow = torch.zeros(num_slots, dtype=torch.int32)
+    wide = torch.zeros(num_slots, dtype=torch.int64)
+    clock, counters = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    return PoolState(narrow, narrow, narrow, wide, wide, wide, clock, counters)
+
+
+def refusals() -> list[tuple[str, Callable[[], object]]]:
+    """(what the message must contain, a call)."""
+    square = torch.zeros(32, 32)
+    fp8 = square.to(torch.float8_e4m3fn)
+    slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    out = torch.zeros(1, 1, 64)
+    heads, kv = torch.zeros(3, 32), torch.zeros(8, 2, 32)
+    records = torch.zeros(3, 40, dtype=torch.uint8)
+    return [
+        ("torch.float64", lambda: rms_norm_triton(square.double(), square[0].double(), 1e-6)),
+        ("[31]", lambda: rms_norm_triton(square, torch.zeros(31), 1e-6)),
+        ("(1, 32)", lambda: rms_norm_triton(square.t(), square[0], 1e-6)),
+        ("torch.int32", lambda: rotary_triton(kv, torch.zeros(8).int(), torch.zeros(16))),
+        ("9", lambda: rotary_triton(torch.zeros(1, 1, 9), torch.zeros(1).long(), square[0])),
+        ("33", lambda: route_triton(square, 33, True)),
+        ("0", lambda: route_triton(square, 0, True)),
+        ("torch.bfloat16", lambda: linear_triton(square[:1], square.bfloat16())),
+        ("[2, 1]", lambda: linear_triton(square[:1], fp8, torch.zeros(2, 1))),
+        ("40", lambda: linear_triton(torch.zeros(1, 40), torch.zeros(8, 40))),
+        ("torch.float32", lambda: dequantize_triton(square, torch.zeros(1, 1), torch.float32)),
+        ("torch.int8", lambda: dequantize_triton(fp8, torch.zeros(1, 1), torch.int8)),
+        ("torch.int64", lambda: resolve_triton(torch.tensor([1]), pool(4))),
+        (str(MAX_SLOTS + 1), lambda: resolve_triton(ints(1), pool(MAX_SLOTS + 1))),
+        ("empty", lambda: resolve_triton(ints(), pool(4))),
+        ("40", lambda: fetch_triton(records, records, ints(0), ints(0), ints(1))),
+        ("[2]", lambda: fetch_triton(slots, slots, ints(0), ints(0, 1), ints(1))),
+        ("[1, 32]", lambda: expert_pairs_triton(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
+        ("torch.int64", lambda: expert_pairs_triton(x, slots, torch.zeros(1, 1).long(), FMT, out)),
+        (
+            "24 x 64",
+            lambda: expert_pairs_triton(x, slots, ints(0).view(1, 1), FMT._replace(inter=24), out),
+        ),
+        (
+            "4104",
+            lambda: expert_pairs_triton(x, slots, ints(0).view(1, 1), FMT._replace(up=4104), out),
+        ),
+        ("torch.int32", lambda: combine_triton(out, torch.zeros(1, 1), torch.int32)),
+        ("[1, 2]", lambda: combine_triton(out, torch.zeros(1, 2), torch.float32)),
+        ("3 heads", lambda: attention_decode_triton(heads, kv, kv, ints(1), 1.0)),
+        (
+            "288",
+            lambda: attention_decode_triton(
+                torch.zeros(1, 288), torch.zeros(4, 1, 288), torch.zeros(4, 1, 288), ints(1), 1.0
+            ),
+        ),
+        ("torch.int64", lambda: attention_decode_triton(heads[:2], kv, kv, ints(1).long(), 1.0)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(refusals())))
+def test_refusals(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)  # checks only: nothing launches
+    value, call = refusals()[number]
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert value in str(caught.value)
+
+
+def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="cpu"):
+        rms_norm_triton(torch.zeros(1, 8), torch.zeros(8), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fetch_refuses_pageable_records() -> None:
+    slots = torch.zeros(2, 64, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match="pageable"):
+        fetch_triton(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda())
