@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -18,7 +19,7 @@ from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
 from seqmoe_weights.records import bytes_of
 
-PLAIN_DTYPES = ("BF16", "F16", "F32")
+_PLAIN_DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL_FILES = (
     "config.json",
@@ -29,7 +30,14 @@ _SMALL_FILES = (
     "special_tokens_map.json",
 )
 _DAMAGED = "the checkpoint is damaged or incomplete; download it again"
-_CHECK_ELEMENTS = 2**20  # at a time, so that looking for NaN takes little memory
+# A value is NaN or infinite when all of these bits are set (E4M3 has no infinity).
+_NOT_FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "F8_E4M3": (np.uint8, 0x7F),
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+}
+_CHECK_CODES = 2**20  # at a time, so that the check takes little memory
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Source:
         tensor = self._find(spec)
         scale = scale_spec(spec)
         if not (spec.quantized and self.config.dense_format == "FP8" and self._is_converted(spec)):
-            _check_dtype(tensor, PLAIN_DTYPES)
+            _check_dtype(tensor, _PLAIN_DTYPES)
             if spec.quantized and scale.name in self.tensors:
                 raise _contradiction(self.tensors[scale.name], f"{tensor.name} is not FP8")
             return tensor, None
@@ -112,7 +120,7 @@ class Source:
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name} cannot be read ({error})", _DAMAGED
             ) from error
-        if not _is_finite(data):
+        if not _is_finite(data, tensor.dtype):
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values", _DAMAGED
             )
@@ -239,11 +247,8 @@ def _contradiction(tensor: SourceTensor, what: str) -> CheckpointError:
     )
 
 
-def _is_finite(data: torch.Tensor) -> bool:
-    flat = data.reshape(-1)
-    if data.dtype == torch.float8_e4m3fn:  # no infinities; NaN is all ones below the sign
-        return not any(
-            bool(((codes & 0x7F) == 0x7F).any())
-            for codes in torch.split(flat.view(torch.uint8), _CHECK_ELEMENTS)
-        )
-    return all(bool(torch.isfinite(part).all()) for part in torch.split(flat, _CHECK_ELEMENTS))
+def _is_finite(data: torch.Tensor, dtype: str) -> bool:
+    code, mask = _NOT_FINITE[dtype]
+    codes = np.frombuffer(bytes_of(data), code)
+    starts = range(0, len(codes), _CHECK_CODES)
+    return not any(((codes[i : i + _CHECK_CODES] & mask) == mask).any() for i in starts)
