@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "weights"))
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # on tiny tensors a second thread only waits for the first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
