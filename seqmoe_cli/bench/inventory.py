@@ -51,6 +51,11 @@ def count_params(config: ModelConfig) -> Params:
     return Params(resident + expert * config.num_routed_experts, resident + expert * used)
 
 
+def readable_count(number: int) -> str:
+    """A number of parameters for people, in billions, or millions when it is small."""
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
 def resident_groups(packed: PackedModel) -> list[ResidentGroup]:
     """The resident tensors by kind, largest first, from the header of their file alone."""
     groups: dict[str, ResidentGroup] = {}

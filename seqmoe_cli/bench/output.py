@@ -11,7 +11,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from seqmoe_cli.bench.inventory import readable_count
 from seqmoe_cli.bench.rows import Row
+from seqmoe_weights.files import readable_size
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Column:
 
 COLUMNS = (
     Column("model", lambda row: row.setting.model_filename, 0, number=False),
-    Column("size", lambda row: f"{row.setting.model_size / 2**30:.2f} GiB", 10),
-    Column("params", lambda row: f"{row.setting.model_n_params / 1e9:.2f} B", 8),
+    Column("size", lambda row: readable_size(row.setting.model_size), 0),
+    Column("params", lambda row: readable_count(row.setting.model_n_params), 0),
     Column("device", lambda row: f"{row.setting.device} {row.setting.dtype}", 0, number=False),
     Column("pool", lambda row: row.setting.pool, 7, number=False),
     Column("slots", lambda row: f"{row.setting.num_slots:,}", 6),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from seqmoe_cli.errors import PromptError, SeqmoeError
+from seqmoe_cli.errors import SeqmoeError
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -53,22 +53,12 @@ def windows(num_tokens: int, size: int) -> list[range]:
 
 
 def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None]) -> Score:
-    """Score a text of token ids; `progress` is told how many of them have been predicted.
+    """Score a text of at least 2 token ids; `progress` is told (done, total) tokens.
 
-    Raises `PromptError` when there is nothing to predict, `SeqmoeError` when the model's
-    probabilities are not numbers.
+    Raises `SeqmoeError` when the model's probabilities are not numbers.
     """
-    if len(ids) < 2:
-        raise PromptError(
-            f"the text is {len(ids)} token{'' if len(ids) == 1 else 's'} long",
-            "perplexity needs at least 2 tokens: the first one is given, the others are predicted",
-        )
     start, before = time.perf_counter(), engine.pool.counters()
-    total = 0.0
-    for window in windows(len(ids), engine.ctx_size):
-        likelihoods = engine.log_likelihoods([ids[i] for i in window])
-        total -= float(likelihoods.double().sum())
-        progress(window[-1], len(ids) - 1)
+    total = sum(_nll(engine, ids, window, progress) for window in windows(len(ids), engine.ctx_size))
     mean = total / (len(ids) - 1)
     if not math.isfinite(mean):
         raise SeqmoeError(
@@ -85,3 +75,14 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
         fetched_bytes=misses * engine.plan.record_bytes,
         elapsed_s=time.perf_counter() - start,
     )
+
+
+def _nll(
+    engine: Engine, ids: Sequence[int], window: range, progress: Callable[[int, int], None]
+) -> float:
+    """Negative log-likelihood of all tokens of a window but its first."""
+    found = engine.log_likelihoods(
+        ids[window.start : window.stop],
+        lambda done, _: progress(window.start + done, len(ids)),
+    )
+    return -float(found.double().sum())

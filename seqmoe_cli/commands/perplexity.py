@@ -21,7 +21,7 @@ from seqmoe_cli.commands.options import (
     opened_engine,
 )
 from seqmoe_cli.commands.progress import status_line
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import PromptError, UsageError
 
 
 def perplexity(
@@ -55,6 +55,11 @@ def perplexity(
     from seqmoe_cli.engine.tokenizer import Tokenizer
 
     ids = Tokenizer.open(folder).encode(text)
+    if len(ids) < 2:
+        raise PromptError(
+            f"{file} is too short: {len(ids)} token{'' if len(ids) == 1 else 's'}",
+            "at least 2 are needed: the first one is given, the others are predicted",
+        )
     with opened_engine(folder, options) as engine, status_line() as tell:
         result = score(engine, ids, lambda done, total: tell(f"{done:,} of {total:,} tokens"))
         fields = {

@@ -1,0 +1,268 @@
+"""seqmoe info: what a packed model consists of, and how its memory is divided on this machine.
+
+Loads no weights. The text for people is made from the same facts that `--json` prints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from seqmoe_cli.commands.options import (
+    DEFAULTS,
+    CtxOption,
+    DeviceOption,
+    DtypeOption,
+    ModelArgument,
+    PoolOption,
+    VramOption,
+    engine_options,
+    find_model,
+    load_progress,
+)
+from seqmoe_cli.errors import PromptError, ResourceError
+from seqmoe_cli.settings import EngineOptions
+
+if TYPE_CHECKING:
+    from seqmoe_weights.packed import PackedModel
+
+Facts = dict[str, Any]
+Rows = list[tuple[str, ...]]
+POOLED_REASON = "a token uses few of them: all are in host memory, those in use in slots"
+RESIDENT_REASON = "every token uses them: on the device from start to end, outside the pool"
+RECORD_REASON = "the same on disk, in host memory and in a slot"
+
+
+def info(
+    model: ModelArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every file and check its hashes.")
+    ] = False,
+    ctx_size: CtxOption = DEFAULTS.ctx_size,
+    pool: PoolOption = DEFAULTS.pool.text,
+    vram: VramOption = DEFAULTS.vram_gib,
+    device: DeviceOption = DEFAULTS.device,
+    dtype: DtypeOption = DEFAULTS.dtype,
+) -> None:
+    """Show what is resident, what is pooled, the expert record and the memory plan.
+
+    Nothing is loaded. Exits with 1 when the model is unfinished or damaged, or when the plan does
+    not fit this machine; what is known of the model is printed all the same in that last case.
+    """
+    options = engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+    from seqmoe_weights.packed import PackedModel
+
+    packed = PackedModel.open(find_model(model))
+    if verify:
+        _verify(packed)
+    facts = model_facts(packed) | {"verified": verify}
+    refusal = None
+    try:
+        facts |= {"plan": plan_facts(packed, options)}
+    except ResourceError as error:
+        facts |= {"plan": None}
+        refusal = error
+    if as_json:
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        show(facts)
+    if refusal is not None:
+        raise refusal
+
+
+def _verify(packed: PackedModel) -> None:
+    with load_progress() as report:
+        packed.verify(None if report is None else lambda done, total: report("check", done, total))
+
+
+def model_facts(packed: PackedModel) -> Facts:
+    """What is true of the model on any machine."""
+    from seqmoe_cli.bench.inventory import count_params, resident_groups
+
+    config, params = packed.config, count_params(packed.config)
+    record_bytes = packed.layout.record_bytes
+    return {
+        "name": packed.name,
+        "path": str(packed.path.resolve()),
+        "family": config.family,
+        "num_layers": config.num_hidden_layers,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "hidden_size": config.hidden_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_ctx_size": config.max_position_embeddings,
+        "params": params.total,
+        "active_params": params.active,
+        "size_bytes": packed.resident_bytes + packed.records_bytes,
+        "format_version": packed.manifest["format_version"],
+        "quantize": packed.manifest["quantize"],
+        "expert_dtype": packed.layout["gate"].dtype,
+        "pooled": {
+            "num_experts": config.num_routed_experts,
+            "bytes": packed.records_bytes,
+            "reason": POOLED_REASON,
+        },
+        "resident": {
+            "groups": [asdict(group) for group in resident_groups(packed)],
+            "bytes": packed.resident_bytes,
+            "reason": RESIDENT_REASON,
+        },
+        "record": {
+            "bytes": record_bytes,
+            "parts": [asdict(part) | {"bytes": part.num_bytes} for part in packed.layout.parts],
+        },
+        "generation": generation_facts(packed.path),
+    }
+
+
+def generation_facts(folder: Path) -> Facts:
+    """Sampling settings with their origin, what ends an answer, and whether chat is possible."""
+    from seqmoe_cli.chat.sampling import KNOBS, SamplingSettings, checkpoint_settings
+    from seqmoe_cli.chat.template import ChatTemplate
+    from seqmoe_cli.engine.tokenizer import Tokenizer
+
+    try:
+        template: str | None = Path(ChatTemplate.open(folder).where).name
+    except PromptError:
+        template = None
+    settings = SamplingSettings({}, checkpoint_settings(folder))
+    values = {knob.name: getattr(settings.params, knob.field) for knob in KNOBS}
+    return {
+        "settings": {
+            name: {"value": values[name], "origin": origin} for name, _, origin in settings.rows()
+        },
+        "stop_ids": sorted(Tokenizer.open(folder).stop_ids),
+        "chat_template": template,
+    }
+
+
+def plan_facts(packed: PackedModel, options: EngineOptions) -> Facts:
+    """The memory plan on this machine; raises `ResourceError` when it does not fit."""
+    from seqmoe_cli.engine.memory import plan_memory
+
+    plan = plan_memory(packed, options)
+    return {
+        "device": plan.device.type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "ctx_size": plan.ctx_size,
+        "num_slots": plan.num_slots,
+        "resident_bytes": plan.resident_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "pool_bytes": plan.pool_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "lines": [asdict(line) for line in plan.lines],
+        "fallbacks": list(plan.fallbacks),
+    }
+
+
+def show(facts: Facts) -> None:
+    """Print the facts for people: a heading and aligned rows for each section."""
+    from rich.text import Text
+
+    from seqmoe_cli.chat.console import make_console
+
+    console = make_console(sys.stdout)
+    for index, (heading, rows) in enumerate(sections(facts)):
+        console.print(Text("\n" * bool(index) + heading, style="bold"), soft_wrap=True)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            console.print(Text(("  " + "  ".join(cells)).rstrip()), soft_wrap=True)
+
+
+def sections(facts: Facts) -> list[tuple[str, Rows]]:
+    """(heading, rows of cells) in the order in which they are shown."""
+    from seqmoe_weights.files import readable_size as size
+
+    pooled, resident, record = facts["pooled"], facts["resident"], facts["record"]
+    found = [
+        (facts["name"], _model_rows(facts)),
+        (f"Pooled, {size(pooled['bytes'])}: {pooled['reason']}", _pooled_rows(facts)),
+        (f"Resident, {size(resident['bytes'])}: {resident['reason']}", _resident_rows(resident)),
+        (f"Record of one expert, {record['bytes']:,} bytes: {RECORD_REASON}", _part_rows(record)),
+        ("Generation", _generation_rows(facts["generation"])),
+    ]
+    plan = facts["plan"]
+    if plan is not None:
+        heading = f"Memory plan on this machine ({plan['device']}, {plan['dtype']})"
+        found.append((heading, _plan_rows(plan)))
+    return found
+
+
+def _model_rows(facts: Facts) -> Rows:
+    from seqmoe_cli.bench.inventory import readable_count as count
+    from seqmoe_weights.files import readable_size as size
+
+    experts = f"{facts['num_layers']} layers of {facts['num_experts']}"
+    used = f"{facts['num_experts_per_tok']} used by a token"
+    rows: Rows = [
+        ("family", facts["family"]),
+        ("experts", f"{experts}, {used}, {facts['expert_dtype']}"),
+        ("params", f"{count(facts['params'])}, {count(facts['active_params'])} used by a token"),
+        ("size", size(facts["size_bytes"])),
+        ("context", f"{facts['max_ctx_size']:,} tokens at most"),
+        ("format", f"{facts['format_version']}, converted with --quantize {facts['quantize']}"),
+        ("folder", facts["path"]),
+    ]
+    if facts["verified"]:
+        rows.append(("verified", "every hash is right"))
+    return rows
+
+
+def _pooled_rows(facts: Facts) -> Rows:
+    count, record_bytes = facts["pooled"]["num_experts"], facts["record"]["bytes"]
+    return [("routed experts", f"{count:,} records of {record_bytes:,} bytes")]
+
+
+def _resident_rows(resident: Facts) -> Rows:
+    from seqmoe_weights.files import readable_size as size
+
+    return [
+        (
+            group["name"],
+            size(group["bytes"]),
+            f"{group['tensors']:,} tensor{'' if group['tensors'] == 1 else 's'}",
+            ", ".join(group["dtypes"]),
+        )
+        for group in resident["groups"]
+    ]
+
+
+def _part_rows(record: Facts) -> Rows:
+    return [
+        (
+            part["name"],
+            part["dtype"],
+            " x ".join(map(str, part["shape"])),
+            f"at {part['offset']:,}",
+            f"{part['bytes']:,} bytes",
+        )
+        for part in record["parts"]
+    ]
+
+
+def _generation_rows(generation: Facts) -> Rows:
+    rows: Rows = [
+        (name, "random" if setting["value"] is None else str(setting["value"]), setting["origin"])
+        for name, setting in generation["settings"].items()
+    ]
+    stop_ids = ", ".join(map(str, generation["stop_ids"])) or "none"
+    rows.append(("stop ids", stop_ids, "tokens that end an answer"))
+    template = generation["chat_template"]
+    rows.append(("template", template or "none", "" if template else "only --raw can be used"))
+    return rows
+
+
+def _plan_rows(plan: Facts) -> Rows:
+    from seqmoe_weights.files import readable_size as size
+
+    rows: Rows = [(line["name"], size(line["bytes"]), line["reason"]) for line in plan["lines"]]
+    return rows + [("note", "", fallback) for fallback in plan["fallbacks"]]

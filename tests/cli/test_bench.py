@@ -1,0 +1,188 @@
+"""seqmoe bench on a tiny model: the matrix, cold and warm rows, the formats, what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqmoe_cli.bench.text import shipped_text
+from seqmoe_cli.engine.engine import Engine
+from seqmoe_cli.engine.tokenizer import Tokenizer
+from seqmoe_cli.main import main
+from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+
+CPU = ["--device", "cpu", "--dtype", "float32"]
+Packed = Callable[..., Path]
+
+
+@pytest.fixture
+def bench(packed: Packed, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `seqmoe bench` on a tiny Qwen3-MoE and gives its stdout; nothing may be on stderr."""
+
+    def run(*argv: str) -> str:
+        code = main(["bench", str(packed("qwen3_moe")), *CPU, *argv])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def rows(bench: Callable[..., str]) -> Callable[..., list[dict[str, Any]]]:
+    """The rows that `seqmoe bench -o json` prints."""
+    return lambda *argv: json.loads(bench("-o", "json", *argv))
+
+
+def test_lists_make_the_cross_product(rows: Callable[..., list[dict[str, Any]]]) -> None:
+    found = rows("-p", "16,24", "-n", "6", "-d", "0,5", "--pool", "5slots,50%", "-r", "2")
+    assert [(r["pool"], r["test"], r["state"]) for r in found] == [
+        (pool, test + depth, state)
+        for pool, depth, test, state in itertools.product(
+            ("5slots", "50%"), ("", " @ d5"), ("pp16", "pp24", "tg6"), ("cold", "warm")
+        )
+    ]
+    assert {(r["pool"], r["num_slots"]) for r in found} == {("5slots", 5), ("50%", 12)}
+    for r in found:
+        assert len(r["samples_ns"]) == len(r["samples_ts"]) == 2
+        assert r["avg_ts"] == pytest.approx(sum(r["samples_ts"]) / 2)
+        tokens = r["n_prompt"] + r["n_gen"]
+        assert r["samples_ts"] == [tokens * 1e9 / ns for ns in r["samples_ns"]]
+        assert r["n_ctx"] == 5 + 24 + 1
+
+
+def test_what_a_row_says_of_model_and_machine(
+    packed: Packed, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    (row,) = rows("-p", "4", "-n", "0", "-r", "1", "--no-warmup", "--pool", "4slots")
+    folder = packed("qwen3_moe")
+    weights = [file for file in folder.iterdir() if file.suffix in (".bin", ".safetensors")]
+    assert row["model_filename"] == folder.name
+    assert row["model_type"] == "qwen3_moe BF16"
+    assert row["model_size"] == sum(file.stat().st_size for file in weights)
+    assert (row["device"], row["dtype"]) == ("cpu", "float32")
+    assert row["pool_bytes"] == 4 * folder.joinpath("experts-00000.bin").stat().st_size // 8
+    assert row["prompt_source"] == "seqmoe_cli/data/aesop_fables.txt"
+    assert row["sampling"].startswith("temperature 0.7, top-k 20") and "seed 0" in row["sampling"]
+    assert row["gpu_info"] == row["driver"] == ""
+    assert row["cpu_info"] and row["torch"] and row["build_commit"] and row["test_time"]
+    assert row["fallbacks"] == []
+
+
+def test_a_warm_pool_hits_more_often_than_a_cold_one(
+    rows: Callable[..., list[dict[str, Any]]],
+) -> None:
+    found = rows("-p", "32", "-n", "12", "-d", "3", "-r", "1", "--pool", "14slots,all")
+    pairs = {(r["pool"], r["test"], r["state"]): r for r in found}
+    for pool, test in itertools.product(("14slots", "all"), ("pp32 @ d3", "tg12 @ d3")):
+        cold, warm = pairs[pool, test, "cold"], pairs[pool, test, "warm"]
+        if (pool, test) != ("14slots", "pp32 @ d3"):  # every layer wants all: LRU keeps none
+            assert cold["hit_rate"] < warm["hit_rate"]
+            assert cold["misses_per_token"] > warm["misses_per_token"]
+            assert cold["bytes_fetched"] > warm["bytes_fetched"]
+        if pool == "all":
+            assert (warm["hit_rate"], warm["bytes_fetched"]) == (1.0, 0)
+
+
+def test_cold_rows_count_what_the_engine_counts(
+    packed: Packed, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    found = rows("-p", "20", "-n", "6", "-d", "7", "-r", "2", "--pool", "14slots", "--no-warmup")
+    folder = packed("qwen3_moe")
+    ids = Tokenizer.open(folder).encode(shipped_text()[0])
+    greedy = SamplingParams(temperature=0)
+    engine = Engine.open(
+        folder, EngineOptions(PoolSize.parse("14slots"), "cpu", "float32", ctx_size=64)
+    )
+    list(engine.generate(ids[:7], greedy, max_tokens=1, stop_ids=()))
+    engine.reset_pool()
+    (step,) = engine.generate(ids[:27], greedy, max_tokens=1, stop_ids=())
+    engine.close()
+    assert [r["test"] for r in found] == ["pp20 @ d7", "tg6 @ d7"]
+    assert found[0]["hit_rate"] == step.stats.hit_rate
+    assert found[0]["misses_per_token"] == step.stats.misses / 20
+    assert found[0]["bytes_fetched"] == step.stats.fetched_bytes
+    looked_up = 3 * 2  # layers, experts of each that a token uses
+    assert found[1]["misses_per_token"] == pytest.approx(looked_up * (1 - found[1]["hit_rate"]))
+
+
+def test_other_formats_hold_the_same_rows(bench: Callable[..., str]) -> None:
+    argv = ["-p", "4,8", "-n", "0", "-r", "1", "--no-warmup"]
+    lines = [json.loads(line) for line in bench("-o", "jsonl", *argv).splitlines()]
+    assert [row["test"] for row in lines] == ["pp4", "pp8"]
+    table = list(csv.DictReader(bench("-o", "csv", *argv).splitlines()))
+    assert [row["test"] for row in table] == ["pp4", "pp8"]
+    assert list(table[0]) == list(lines[0])
+    markdown = bench(*argv).splitlines()
+    assert [line.split("|")[7].strip() for line in markdown[2:4]] == ["pp4", "pp8"]
+
+
+def test_prompt_file(packed: Packed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes("Ein Text über Füchse.\r\n".encode())
+    folder = packed("qwen3_moe")
+    num_tokens = len(Tokenizer.open(folder).encode(text.read_bytes().decode()))
+    argv = ["bench", str(folder), *CPU, "-n", "0", "-r", "1", "--no-warmup", "-o", "jsonl"]
+    argv += ["--prompt-file", str(text), "-p"]
+    assert main([*argv, str(num_tokens)]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_source"] == str(text)
+    assert main([*argv, str(num_tokens + 1)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(text) in err and f"has {num_tokens}" in err and "--prompt-file" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["-p", "x"], ["-p 'x'"]),
+        (["-n", "-3"], ["-n", "-3"]),
+        (["-d", "1e3"], ["-d '1e3'"]),
+        (["-p", "0", "-n", "0"], ["-p", "-n"]),
+        (["-r", "0"], ["-r 0"]),
+        (["-r", "nan"], ["-r", "nan"]),
+        (["-o", "xml"], ["-o 'xml'", "jsonl"]),
+        (["--pool", "45%,lots"], ["--pool 'lots'"]),
+        (["--pool", ""], ["--pool ''"]),
+        (["--vram", "nan"], ["--vram nan"]),
+        (["--device", "tpu"], ["--device 'tpu'"]),
+        (["--dtype", "int8"], ["--dtype 'int8'"]),
+    ],
+)
+def test_usage_errors_come_before_the_model_is_looked_for(
+    argv: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "/no/such/model", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(name in err for name in names), err
+    assert len(err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "names"),
+    [
+        (["-d", "2000"], 2, ["pp512 @ d2000", "2,513", "2,048"]),
+        (["--pool", "all,1slots"], 1, ["--pool 1slots", "2slots"]),
+        (["--pool", "all", "--vram", "0.001"], 1, ["--vram"]),
+        (["--prompt-file", "/no/such/text"], 1, ["/no/such/text"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_measured(
+    packed: Packed,
+    argv: list[str],
+    code: int,
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", str(packed("qwen3_moe")), *CPU, *argv]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(name in err for name in names), err
+    assert len(err.splitlines()) <= 2
