@@ -58,7 +58,9 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
     Raises `SeqmoeError` when the model's probabilities are not numbers.
     """
     start, before = time.perf_counter(), engine.pool.counters()
-    total = sum(_nll(engine, ids, window, progress) for window in windows(len(ids), engine.ctx_size))
+    total = sum(
+        _nll(engine, ids, window, progress) for window in windows(len(ids), engine.ctx_size)
+    )
     mean = total / (len(ids) - 1)
     if not math.isfinite(mean):
         raise SeqmoeError(

@@ -164,6 +164,16 @@ def test_a_short_or_missing_file_is_named(name: str, cut: bool, copy: Path, info
     assert name in err and len(err.splitlines()) <= 2
 
 
+def test_a_damaged_header_is_named(copy: Path, info: Run) -> None:
+    file = copy / "resident.safetensors"
+    data = bytearray(file.read_bytes())
+    data[:8] = b"\xff" * 8
+    file.write_bytes(data)
+    code, out, err = info(copy)
+    assert (code, out) == (1, "")
+    assert file.name in err and len(err.splitlines()) <= 2
+
+
 def test_an_unfinished_conversion_is_no_model(
     checkpoint: Packed, tmp_path: Path, info: Run
 ) -> None:
