@@ -66,7 +66,7 @@ def test_facts_add_up(
     assert set(groups) == {"attention", "embedding", "head", "norms", "router"}
     names = [name for name in tensors if ".experts." not in name]
     assert sum(group["tensors"] for group in groups.values()) == len(names)
-    assert groups["attention"]["dtypes"] == (["F8_E4M3", "F32"] if fp8 else ["BF16"])
+    assert groups["attention"]["dtypes"] == (["F32", "F8_E4M3"] if fp8 else ["BF16"])
     assert groups["router"]["bytes"] == 3 * 8 * 128 * 2
     header = found["resident"]["bytes"] - sum(group["bytes"] for group in groups.values())
     assert 0 < header < 10_000
