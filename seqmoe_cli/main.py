@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
-import importlib.util
 import os
 import sys
 from typing import Annotated
@@ -15,18 +13,21 @@ import typer
 from typer.main import get_command
 
 from seqmoe_cli import __version__
+from seqmoe_cli.commands.bench import bench
+from seqmoe_cli.commands.chat import chat
+from seqmoe_cli.commands.convert import convert
+from seqmoe_cli.commands.doctor import doctor
+from seqmoe_cli.commands.info import info
+from seqmoe_cli.commands.perplexity import perplexity
 from seqmoe_cli.errors import SeqmoeError, UsageError
-
-COMMANDS = ("chat", "bench", "convert", "info", "doctor", "perplexity")
 
 app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name in COMMANDS:
-    if importlib.util.find_spec(f"seqmoe_cli.commands.{_name}"):
-        app.command(_name)(getattr(importlib.import_module(f"seqmoe_cli.commands.{_name}"), _name))
+for _command in (chat, bench, convert, info, doctor, perplexity):
+    app.command()(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -64,7 +65,7 @@ def _run(argv: list[str] | None) -> int:
     except SeqmoeError as error:
         return _fail(error.message, error.hint, 2 if isinstance(error, UsageError) else 1)
     except typer.TyperException as error:
-        return _fail(_usage_message(error), _usage_hint(error), error.exit_code)
+        return _fail(*_usage(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
@@ -82,19 +83,16 @@ def _fail(message: str, hint: str, code: int) -> int:
     return code
 
 
-def _usage_message(error: typer.TyperException) -> str:
-    """Flag, value and what is allowed, on one line."""
+def _usage(error: typer.TyperException) -> tuple[str, str]:
+    """Flag, value and what is allowed, on one line; and where to read more."""
     text = " ".join(error.format_message().split())
     details = getattr(error.__cause__, "errors", None)  # a value that pydantic refused
     if callable(details):
         text = text.replace("Input should", f"{details()[0]['input']!r} should")
         text = text.replace("Value error, ", "")
-    return text[:1].lower() + text[1:]
-
-
-def _usage_hint(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
-    return f"see '{context.command_path if context else 'seqmoe'} --help'"
+    hint = f"see '{context.command_path if context else 'seqmoe'} --help'"
+    return text[:1].lower() + text[1:], hint
 
 
 def _output_failed(error: OSError | SystemExit) -> int:

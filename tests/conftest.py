@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads leave the cores to others
+
 import torch
 
 ROOT = Path(__file__).parents[1]
