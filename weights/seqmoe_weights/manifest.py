@@ -15,6 +15,7 @@ from seqmoe_weights.layout import Part, RecordLayout
 MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = ".convert.json"
 FORMAT, FORMAT_VERSION = "seqmoe", 1
+REQUIRED_FILES = ("config.json", "tokenizer.json")
 _HINT = "run seqmoe convert again with --force, or restore the file"
 
 
@@ -80,10 +81,7 @@ class Manifest:
                 num_layers=_typed(value["num_layers"], int),
                 num_experts=_typed(value["num_experts"], int),
                 layout=_layout(value["layout"]),
-                files={
-                    _file_name(name): FileHashes.from_json(entry)
-                    for name, entry in value["files"].items()
-                },
+                files=_files(value["files"]),
                 source={name: _typed(s, str) for name, s in value["source"]["files"].items()},
                 source_sha256=_typed(value["source"]["sha256"], str),
             )
@@ -104,6 +102,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise PackedModelError(f"{MANIFEST_FILE} in {folder} is not a JSON object", _HINT)
     return value
+
+
+def _files(value: dict[str, Any]) -> dict[str, FileHashes]:
+    for required in REQUIRED_FILES:
+        if required not in value:
+            raise KeyError(required)
+    return {_file_name(name): FileHashes.from_json(entry) for name, entry in value.items()}
 
 
 def _layout(value: dict[str, Any]) -> RecordLayout:

@@ -17,6 +17,7 @@ from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError
 from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
+from seqmoe_weights.manifest import REQUIRED_FILES
 from seqmoe_weights.records import bytes_of
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
@@ -172,7 +173,7 @@ class Source:
 def _read_small_files(path: Path) -> dict[str, bytes]:
     names = [name for name in _SMALL_FILES if (path / name).exists()]
     names += sorted(file.name for file in path.glob("LICENSE*") if file.is_file())
-    for required in ("config.json", "tokenizer.json"):
+    for required in REQUIRED_FILES:
         if required not in names:
             raise CheckpointError(
                 f"{required} is missing in {path}", "SRC must be a Hugging Face checkpoint folder"
