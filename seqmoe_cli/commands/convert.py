@@ -40,7 +40,7 @@ def convert(
     dst: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DST]",
+            metavar="DST",
             help="Folder for the packed model; one under the models folder if not given.",
             show_default=False,
         ),
