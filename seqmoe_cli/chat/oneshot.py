@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.console import is_terminal, make_console, printable
-from seqmoe_cli.chat.interrupt import Interrupts
+from seqmoe_cli.chat.keyboard import Interrupts
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.chat.stream import AnswerView

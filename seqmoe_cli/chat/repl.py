@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -14,11 +11,12 @@ from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.styles import Style
 
 from seqmoe_cli import paths
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.interrupt import Interrupts
+from seqmoe_cli.chat.keyboard import Interrupts
 from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.status import idle_line
 
@@ -41,8 +39,7 @@ def run_repl(chat: Chat) -> int:
             except EOFError:
                 break
             interrupts.clear()
-            with _quiet_terminal():
-                _handle(chat, line)
+            _handle(chat, line)
     return 0
 
 
@@ -72,7 +69,9 @@ def _prompt_session(chat: Chat) -> PromptSession[str]:
         plan = chat.engine.plan
         return idle_line(chat.session.num_ctx, plan.ctx_size, plan.pool_bytes, chat.console.width)
 
+    dumb = not chat.console.is_terminal
     return PromptSession(
+        output=PlainTextOutput(chat.console.file) if dumb else None,
         history=_history(chat.say),
         key_bindings=_key_bindings(),
         multiline=True,
@@ -123,23 +122,3 @@ def _history(say: Callable[[str], None]) -> History:
         say(f"no history: {path}: {error.strerror}")
         return InMemoryHistory()
     return FileHistory(str(path))
-
-
-@contextlib.contextmanager
-def _quiet_terminal() -> Iterator[None]:
-    """Keys typed during an answer wait for the next prompt instead of being drawn into it."""
-    try:
-        import termios
-
-        before: list[Any] = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, ValueError, termios.error):
-        yield
-        return
-    quiet = before[:]
-    quiet[0] &= ~termios.ICRNL  # Enter stays Enter, not Ctrl-J
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

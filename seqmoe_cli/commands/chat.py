@@ -204,6 +204,7 @@ class _Launch:
     def talk(self, question: Question) -> int:
         """Talk until the user leaves; the exit code."""
         from seqmoe_cli.chat.chat import Chat
+        from seqmoe_cli.chat.keyboard import quiet_terminal
         from seqmoe_cli.chat.repl import run_repl
         from seqmoe_cli.chat.session import Session
         from seqmoe_cli.chat.template import ChatTemplate
@@ -212,7 +213,7 @@ class _Launch:
             ChatTemplate.open(self.folder), self.tokenizer, self.ctx_size, question.system
         )
         session.set_think(self.behaviour.think)
-        with options.opened_engine(self.folder, self.engine) as engine:
+        with quiet_terminal(), options.opened_engine(self.folder, self.engine) as engine:
             console = make_console(sys.stdout)
             chat = Chat(self.model, console, engine, session, self.sampling, self.behaviour)
             return run_repl(chat)
