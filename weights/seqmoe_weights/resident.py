@@ -64,6 +64,7 @@ def write_resident(
     header = header_bytes(tensors)
     digest = hashlib.sha256(header)
     file.write(header)
+    meter.add(len(header))
     num_bytes = len(header)
     for tensor, values in zip(tensors, data, strict=True):
         raw = bytes_of(values)
@@ -93,6 +94,7 @@ def read_resident(
             if length > hashes.num_bytes:
                 raise damaged
             header = json.loads(bytes(_take(file, length, digest)))
+            meter.add(8 + length)
             for name, entry in header.items():
                 if name != "__metadata__":
                     yield name, _read_tensor(file, entry, hashes.num_bytes, digest, meter)
