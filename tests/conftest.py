@@ -78,6 +78,16 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def demo_model(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, converted. Tests must not change it."""
+    from seqmoe_weights.convert import convert
+
+    target = tmp_path_factory.mktemp("demo") / "packed"
+    convert(demo_checkpoint, target, "keep", False)
+    return target
+
+
 def _once(build: Callable[..., Path]) -> Callable[..., Path]:
     """Remember what `build` made for each set of arguments."""
     made: dict[str, Path] = {}

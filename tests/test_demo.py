@@ -5,10 +5,14 @@ The oracle is transformers, which reads the same GGUF file by its own code.
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 
 import pytest
 import torch
+
+from seqmoe_cli.main import main
 
 transformers = pytest.importorskip("transformers")
 Tokenizer = pytest.importorskip("tokenizers").Tokenizer
@@ -66,3 +70,26 @@ def test_split_model_computes_what_the_dense_one_does(
         actual = load(demo_checkpoint)(ids).logits
     assert expected.std() > 1
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("What is photosynthesis?", {"plants", "light", "energy"}),
+        ("What is the capital of France?", {"Paris"}),
+    ],
+)
+def test_converted_model_answers(
+    question: str,
+    words: set[str],
+    demo_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    command = ["chat", str(demo_model), "-p", question, "--temp", "0", "-n", "24"]
+    assert main([*command, "--device", "cpu", "--pool", "50%"]) == 0
+    answer = capsys.readouterr().out
+    assert answer.endswith("\n")
+    assert "\n" not in answer[:-1]
+    assert words <= set(re.findall(r"\w+", answer))
