@@ -47,7 +47,7 @@ def answer_once(engine: Engine, tokenizer: Tokenizer, request: OneShot) -> int:
     begun has been closed off. `OSError` when standard output fails."""
     answer = AnswerStream(engine, tokenizer, request.prompt, request.raw)
     failure: SeqmoeError | None = None
-    out = _Output(sys.stdout, muted=request.as_json)
+    out = OneShotOutput(sys.stdout)
     with Interrupts() as interrupts:
         try:
             with _notes(request) as notes:
@@ -104,7 +104,7 @@ def report(
 def _stream(
     answer: AnswerStream,
     request: OneShot,
-    out: _Output,
+    out: OneShotOutput,
     notes: AnswerView | None,
     interrupted: Callable[[], bool],
 ) -> None:
@@ -120,8 +120,8 @@ def _stream(
     for thought, text in pieces:
         if notes and thought and not request.options.hide_thinking:
             notes.write(thought, "dim")
-        if text:
-            if notes and not request.as_json:
+        if text and not request.as_json:
+            if notes:
                 notes.close()
             out.write(text)
 
@@ -137,20 +137,18 @@ def _notes(request: OneShot) -> Iterator[AnswerView | None]:
         yield view
 
 
-class _Output:
+class OneShotOutput:
     """Standard output as UTF-8, flushed with every piece; one newline ends the answer, so those
     at its end are held back until more text comes."""
 
-    def __init__(self, stream: Any, muted: bool) -> None:
-        self._stream, self._muted = stream, muted
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
         self._newlines = ""
         self._clean = printable if stream.isatty() else str
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="replace")
 
     def write(self, text: str) -> None:
-        if self._muted:
-            return
         text = self._newlines + self._clean(text)
         body = text.rstrip("\n")
         self._newlines = text[len(body) :]
