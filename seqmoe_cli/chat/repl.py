@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TextIO, cast
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -71,7 +72,7 @@ def _prompt_session(chat: Chat) -> PromptSession[str]:
 
     dumb = not chat.console.is_terminal
     return PromptSession(
-        output=PlainTextOutput(chat.console.file) if dumb else None,
+        output=PlainTextOutput(cast(TextIO, chat.console.file)) if dumb else None,
         history=_history(chat.say),
         key_bindings=_key_bindings(),
         multiline=True,
