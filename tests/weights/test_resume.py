@@ -28,8 +28,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 def kill_at(step: int, run: Callable[[Any], object]) -> bool:
     """Run `run(progress)` in a forked process that SIGKILLs itself when it is about to take its
-    `step`-th step: a sync, a rename, a removal or a report of written bytes. False when it ended
-    before it took as many."""
+    `step`-th step: a sync, a rename, a removal or a report of written bytes, or has just created a
+    file. False when it ended before it took as many."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # the parent's other threads do not exist here
@@ -58,8 +58,15 @@ def _die_at(step: int, run: Callable[[Any], object]) -> None:
 
         return wrapped
 
-    code = 1
+    def open_and_count(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = plain_open(path, mode, *args, **options)
+        if "w" in mode:
+            count()  # there, and empty
+        return file
+
+    code, plain_open = 1, Path.open
     try:
+        Path.open = open_and_count  # type: ignore[assignment]
         os.fsync = counting(os.fsync)
         os.replace = counting(os.replace)
         os.unlink = counting(os.unlink)
@@ -91,7 +98,9 @@ def test_killed_anywhere(tmp_path: Path, checkpoint: Checkpoint, whole: dict[str
         if not kill_at(step, lambda progress: convert(source, target, "keep", False, progress)):
             break
         num_kills += 1
-        if not (target / "manifest.json").exists():
+        if (target / "manifest.json").exists():
+            PackedModel.open(target).verify()
+        else:
             num_unfinished += 1
             with pytest.raises(PackedModelError):
                 PackedModel.open(target)

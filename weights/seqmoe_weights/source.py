@@ -163,11 +163,12 @@ class Source:
         return tensor
 
     def _is_converted(self, spec: TensorSpec) -> bool:
-        module = spec.name.removesuffix(".weight")
-        return not any(
-            module == plain or module.startswith(f"{plain}.") or module.endswith(f".{plain}")
-            for plain in self._plain_modules
-        )
+        """Whether the weight is FP8: neither its module nor one around it is to stay plain, be it
+        named in full or by its end."""
+        words = spec.name.removesuffix(".weight").split(".")
+        names = {".".join(words[:end]) for end in range(1, len(words) + 1)}
+        names |= {".".join(words[start:]) for start in range(len(words))}
+        return names.isdisjoint(self._plain_modules)
 
 
 def _read_small_files(path: Path) -> dict[str, bytes]:
@@ -204,9 +205,9 @@ def _parse_object(data: bytes, name: str) -> dict[str, Any]:
     return value
 
 
-def _plain_modules(raw: dict[str, Any]) -> list[str]:
+def _plain_modules(raw: dict[str, Any]) -> set[str]:
     quantization = Fields(raw).nested("quantization_config")
-    return quantization.texts("modules_to_not_convert") if quantization is not None else []
+    return set(quantization.texts("modules_to_not_convert")) if quantization is not None else set()
 
 
 def _shards(path: Path) -> dict[str, list[str] | None]:
