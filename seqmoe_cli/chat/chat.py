@@ -106,6 +106,7 @@ class Chat:
             elapsed = time.perf_counter() - started
             view.status(status.prefill_line(done, total, elapsed, view.width))
 
+        on_prefill(0, answer.stats.prompt_tokens)
         in_thought = False
         params = self._params()
         for thought, text in answer.run(

@@ -116,6 +116,7 @@ def _stream(
             elapsed = time.perf_counter() - started
             notes.status(status.prefill_line(done, total, elapsed, notes.width))
 
+    on_prefill(0, len(request.prompt.ids))
     pieces = answer.run(request.sampling, request.options.max_tokens, on_prefill, interrupted)
     for thought, text in pieces:
         if notes and thought and not request.options.hide_thinking:

@@ -55,14 +55,14 @@ def test_a_session(endless: Path, seqmoe_home: Path, start: list[Repl]) -> None:
     repl.say("hello", r"\[stopped at -n 20\]\n20 tokens, .*\(cold pool\)")
     repl.wait(lambda screen: re.match(r"ctx 3\d/20,000 \| pool ", screen.display[-1]))
 
-    # Ctrl-C stops the answer alone, however often it is pressed; keys typed meanwhile are kept.
+    # Ctrl-C stops the answer alone, however often it is pressed; what is typed at once is kept.
     repl.say("/set n none", "predict none")
     repl.send("talk" + ENTER)
     repl.wait(lambda screen: any("tok/s | hit" in line for line in screen.display))
-    repl.send(CTRL_C * 10)
+    repl.send(CTRL_C * 10 + "/show" + ENTER)
     repl.wait(lambda screen: "[stopped]" in _since(screen, "> talk"))
+    repl.wait(lambda screen: re.search(r"predict +none +/set", "\n".join(screen.display)))
     repl.wait(_at_prompt)
-    repl.say("/show", r"predict +none +/set")
 
     # Ctrl-C at the prompt: clears what is typed, else says how to leave.
     repl.send("half a line")
