@@ -6,6 +6,7 @@ the experts, FP8 blocks have scales of different sizes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,11 @@ def packed_model(folder: Path, family: str, *, quantize: str = "keep", **options
     source = write_checkpoint(folder / "checkpoint", family, **options)
     convert(source, folder / "packed", quantize, False)
     return folder / "packed"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Names and hashes of the files in a folder: equal for folders that are byte-identical."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def _config(family: str, fp8: bool, tie: bool, overrides: dict[str, Any]) -> dict[str, Any]:

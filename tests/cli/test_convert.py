@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pty
 import random
@@ -22,6 +21,7 @@ from seqmoe_cli import paths
 from seqmoe_cli.main import main
 from seqmoe_weights.files import Meter
 from seqmoe_weights.packed import PackedModel
+from tests.checkpoints import contents
 
 SEQMOE = [sys.executable, "-m", "seqmoe_cli"]
 Checkpoint = Callable[..., Path]
@@ -32,10 +32,6 @@ Captured = pytest.CaptureFixture[str]
 def quick_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test cuts the power, and waiting for the disk is most of what a tiny conversion does."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def test_it_ends_with_the_command_to_type(
