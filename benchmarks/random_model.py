@@ -100,8 +100,9 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> dict
             weights[scale.name] = torch.full(scale.shape, STD / FP8_STD, device=device)
         elif len(spec.shape) == 1:
             weights[spec.name] = torch.ones(spec.shape, dtype=dtype, device=device)
-        else:
-            weights[spec.name] = (STD * torch.randn(spec.shape, device=device)).to(dtype)
+        else:  # the token must outweigh what layers add to it, or all tokens route alike
+            std = 1.0 if "embed_tokens" in spec.name else STD
+            weights[spec.name] = (std * torch.randn(spec.shape, device=device)).to(dtype)
     return weights
 
 
@@ -113,8 +114,9 @@ def engines(model: RandomModel) -> Iterator[tuple[str, Engine]]:
     for pool in POOLS:
         options = EngineOptions(PoolSize.parse(pool), "cuda", "bfloat16", ctx_size=4096)
         plan = plan_memory(model, options)
-        yield pool, Engine(model, store, plan, random_weights(model.config, plan.dtype, "cuda"))
-        torch.cuda.empty_cache()
+        weights = random_weights(model.config, plan.dtype, "cuda")
+        torch.cuda.reset_peak_memory_stats()
+        yield pool, Engine(model, store, plan, weights)
 
 
 def bench() -> dict[str, Any]:
@@ -127,6 +129,7 @@ def bench() -> dict[str, Any]:
         rows.append({"pool": pool, "slots": engine.plan.num_slots, **row})
         texts.append(text)
         print(rows[-1], flush=True)
+        del engine  # its pool must be free before the next one is made
     if any(text != texts[0] for text in texts):
         raise AssertionError("the text depends on the pool size")
     return {

@@ -174,15 +174,17 @@ class Engine:
         self._check_prompt(ids, room=0)
         self.reset_kv()
         targets = torch.tensor(ids[1:], dtype=torch.int64, device=self.device)
-        parts = []
+        likelihoods = torch.empty(len(targets), device=self.device)
+        done = 0
         for x in self._forward_chunks(ids, on_prefill, lambda: False):
-            for rows in x.split(HEAD_CHUNK):
-                done = sum(len(part) for part in parts)
+            for rows in torch.split(x, HEAD_CHUNK):
                 wanted = targets[done : done + len(rows)]
-                if len(wanted):
-                    logp = self._decoder.head(rows[: len(wanted)]).log_softmax(1)
-                    parts.append(logp.gather(1, wanted.unsqueeze(1)).squeeze(1))
-        return torch.cat(parts).cpu() if parts else torch.zeros(0)
+                if len(wanted) == 0:  # the last token predicts nothing that is known
+                    break
+                logp = self._decoder.head(rows[: len(wanted)]).log_softmax(1)
+                likelihoods[done : done + len(wanted)] = logp.gather(1, wanted[:, None])[:, 0]
+                done += len(wanted)
+        return likelihoods.cpu()
 
     def reset_pool(self) -> None:
         """Make the pool cold."""

@@ -43,7 +43,7 @@ class PooledExperts:
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
         """The distinct experts of many tokens in groups that fit the pool, residents first."""
-        wanted = ids.unique().to(torch.int32) + first
+        wanted = torch.unique(ids) + first  # sorted
         resident = self.pool.is_resident(wanted)
         wanted = torch.cat((wanted[resident], wanted[~resident]))
-        yield from wanted.split(min(self.pool.num_slots, MAX_WAVE))
+        yield from torch.split(wanted, min(self.pool.num_slots, MAX_WAVE))
