@@ -32,7 +32,7 @@ class Machine:
         return cls(
             cpu_info=_cpu_name(),
             gpu_info=torch.cuda.get_device_name() if on_gpu else "",
-            driver=_read("/sys/module/nvidia/version").strip() if on_gpu else "",
+            driver=_driver_version() if on_gpu else "",
             torch=torch.__version__,
             triton=_version("triton"),
             build_commit=build_commit(),
@@ -43,19 +43,29 @@ def build_commit() -> str:
     """The commit of the checkout that this runs from, `-dirty` when it was edited; for an
     installed package its version."""
     root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return __version__
-        return done.stdout.strip()
-    return __version__
+    if not (root / ".git").exists():
+        return __version__
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    return _output_of(command) or __version__
 
 
 def _cpu_name() -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return match[1] if match else platform.processor() or platform.machine()
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _read("/sys/module/nvidia/version").strip() or _output_of(command).partition("\n")[0]
+
+
+def _output_of(command: list[str]) -> str:
+    """What a program prints; empty when it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
 
 
 def _read(path: str) -> str:
