@@ -110,6 +110,8 @@ def test_what_families_default_to(raw: dict[str, dict[str, Any]]) -> None:
     assert read(_changed(raw["qwen3_moe"], dtypes)).dense_format == "F16"
     wide = {"sliding_window": 2048}
     assert read(_changed(raw["mixtral"], wide)).max_position_embeddings == 2048
+    respelled = {"num_experts": ..., "num_local_experts": 8}  # as transformers 5 saves it again
+    assert read(_changed(raw["qwen3_moe"], respelled)) == read(raw["qwen3_moe"])
     unused = {"sliding_window": 16, "use_sliding_window": False}
     assert read(_changed(raw["qwen3_moe"], unused)).head_dim == 32
 

@@ -19,7 +19,8 @@ def _read_config(config: dict[str, Any]) -> ModelConfig:
     fields.require("decoder_sparse_step", 1)
     return read_decoder(
         fields,
-        experts="num_experts",
+        # transformers 5 spells it num_local_experts when it saves the config again
+        experts="num_experts" if "num_experts" in fields else "num_local_experts",
         inter="moe_intermediate_size",
         default_kv_heads=False,
         norm_topk_prob=fields.boolean("norm_topk_prob"),
