@@ -156,6 +156,7 @@ def attention_decode_triton(
     )
     block_d = max(triton.next_power_of_2(dim), 16)
     group = num_heads // num_kv_heads
+    wide = q.dtype == torch.float32
     out = torch.empty_like(q)
     _span_kernel[(num_kv_heads, num_spans)](
         q,
@@ -169,11 +170,11 @@ def attention_decode_triton(
         dim,
         group,
         SPAN,
-        max(16, min(64, 4096 // block_d)),
+        16 if wide else max(16, min(64, 4096 // block_d)),
         max(triton.next_power_of_2(group), 16),
         block_d,
         # 16-bit values are exact in TF32, so only the softmax weights are rounded, to 11 bits.
-        "ieee" if q.dtype == torch.float32 else "tf32",
+        "ieee" if wide else "tf32",
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_kernels.fp8 import dequantize, num_blocks
-from seqmoe_kernels.gemv import chunk_scales, chunk_size, chunk_sums, tile_columns, tile_rows
+from seqmoe_kernels.gemv import Tiling, block_row, dot_rows, tiling_for
 
 
 def record_part(
@@ -104,29 +104,21 @@ def _gate_up_kernel(
     UP: tl.constexpr,
     GATE_SCALE: tl.constexpr,
     UP_SCALE: tl.constexpr,
-    FP8: tl.constexpr,
-    V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     pair = tl.program_id(1)
     slot = tl.load(pair_slots + pair).to(tl.int64)
     if slot >= 0:
         first = tl.program_id(0) * ROWS
         lane = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
-        row, is_up = first + lane // 2, lane % 2 == 1
-        starts = slot * slot_weights + tl.where(is_up, UP, GATE) + row * H
-        total = tl.zeros((2 * ROWS, BLOCK_K // V), tl.float32)
-        for start in tl.static_range(0, H, BLOCK_K):
-            chunk = start // V + tl.arange(0, BLOCK_K // V)
-            part = chunk_sums(weights, starts, row < I, x, chunk, H, V, FP8)
-            if FP8:
-                of_slot = scales + slot * slot_scales
-                of_gate = chunk_scales(of_slot + GATE_SCALE, first, chunk, H, V)
-                of_up = chunk_scales(of_slot + UP_SCALE, first, chunk, H, V)
-                part *= tl.where(is_up[:, None], of_up[None, :], of_gate[None, :])
-            total += part
-        gate, up = tl.split(tl.reshape(tl.sum(total, axis=1), (ROWS, 2)))
+        row = first + lane // 2
+        starts = slot * slot_weights + GATE + lane % 2 * (UP - GATE) + row * H
+        of_slot = scales + slot * slot_scales + block_row(first, H)
+        of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
+        both = dot_rows(weights, starts, row < I, x, of_gate, of_up, H, BLOCK_K, TILES)
+        gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
         value = gate / (1 + tl.exp(-gate)) * up
         row = first + tl.arange(0, ROWS)
         tl.store(act + pair * I + row, value.to(act.dtype.element_ty), mask=row < I)
@@ -145,10 +137,9 @@ def _down_kernel(
     I: tl.constexpr,  # noqa: E741
     DOWN: tl.constexpr,
     DOWN_SCALE: tl.constexpr,
-    FP8: tl.constexpr,
-    V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     pair = tl.program_id(1)
     slot = tl.load(pair_slots + pair).to(tl.int64)
@@ -156,15 +147,10 @@ def _down_kernel(
         first = tl.program_id(0) * ROWS
         row = first + tl.arange(0, ROWS)
         starts = slot * slot_weights + DOWN + row * I
-        total = tl.zeros((ROWS, BLOCK_K // V), tl.float32)
-        for start in tl.static_range(0, I, BLOCK_K):
-            chunk = start // V + tl.arange(0, BLOCK_K // V)
-            part = chunk_sums(weights, starts, row < H, act + pair * I, chunk, I, V, FP8)
-            if FP8:
-                of_slot = scales + slot * slot_scales + DOWN_SCALE
-                part *= chunk_scales(of_slot, first, chunk, I, V)[None, :]
-            total += part
-        tl.store(out + pair * H + row, tl.sum(total, axis=1), mask=row < H)
+        of_slot = scales + slot * slot_scales + DOWN_SCALE + block_row(first, I)
+        x = act + pair * I
+        value = dot_rows(weights, starts, row < H, x, of_slot, of_slot, I, BLOCK_K, TILES)
+        tl.store(out + pair * H + row, value, mask=row < H)
 
 
 def check_expert_pairs(
@@ -194,56 +180,57 @@ def _expert_gemv(
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
     out: torch.Tensor,
+    tilings: tuple[Tiling, Tiling],
 ) -> None:
-    fp8 = fmt.weight_dtype == torch.float8_e4m3fn
-    chunk = chunk_size(fmt.weight_dtype)
-    weights = slots.view(torch.int8 if fp8 else fmt.weight_dtype)
-    scales = slots.view(torch.float32)
-    size = fmt.weight_dtype.itemsize
+    dtype = torch.int8 if fmt.weight_dtype == torch.float8_e4m3fn else fmt.weight_dtype
+    weights, scales = slots.view(dtype), slots.view(torch.float32)
+    strides = weights.stride(0), scales.stride(0)
     num_pairs = pair_slots.shape[1]
     act = torch.empty((num_pairs, fmt.inter), dtype=x.dtype, device=x.device)
-    rows = tile_rows(fmt.inter * num_pairs, 8, x.device)
-    _gate_up_kernel[(triton.cdiv(fmt.inter, rows), num_pairs)](
+    wide, tall = tilings
+    _gate_up_kernel[(triton.cdiv(fmt.inter, wide.rows), num_pairs)](
         x,
         weights,
         scales,
         pair_slots,
         act,
-        weights.stride(0),
-        scales.stride(0),
+        *strides,
         fmt.hidden,
         fmt.inter,
-        fmt.gate // size,
-        fmt.up // size,
+        fmt.gate // dtype.itemsize,
+        fmt.up // dtype.itemsize,
         fmt.gate_scale // 4,
         fmt.up_scale // 4,
-        fp8,
-        chunk,
-        rows,
-        tile_columns(fmt.hidden, fmt.weight_dtype),
-        num_warps=4,
+        wide.rows,
+        wide.columns,
+        wide.tiles,
+        num_warps=wide.num_warps,
         enable_fp_fusion=True,
     )
-    rows = tile_rows(fmt.hidden * num_pairs, 32, x.device)
-    _down_kernel[(triton.cdiv(fmt.hidden, rows), num_pairs)](
+    _down_kernel[(triton.cdiv(fmt.hidden, tall.rows), num_pairs)](
         act,
         weights,
         scales,
         pair_slots,
         out,
-        weights.stride(0),
-        scales.stride(0),
+        *strides,
         fmt.hidden,
         fmt.inter,
-        fmt.down // size,
+        fmt.down // dtype.itemsize,
         fmt.down_scale // 4,
-        fp8,
-        chunk,
-        rows,
-        tile_columns(fmt.inter, fmt.weight_dtype),
-        num_warps=4,
+        tall.rows,
+        tall.columns,
+        tall.tiles,
+        num_warps=tall.num_warps,
         enable_fp_fusion=True,
     )
+
+
+def tilings_for(fmt: ExpertFormat, num_pairs: int, device: torch.device) -> tuple[Tiling, Tiling]:
+    """Of gate and up, whose programs read two rows for each one they write, and of down."""
+    wide = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, device)
+    tall = tiling_for(fmt.hidden * num_pairs, fmt.inter, fmt.weight_dtype, device)
+    return wide._replace(rows=wide.rows // 2), tall
 
 
 def expert_pairs_triton(
@@ -252,11 +239,13 @@ def expert_pairs_triton(
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
     out: torch.Tensor,
+    tilings: tuple[Tiling, Tiling] | None = None,
 ) -> None:
     check_kernel_device(x)
     check_expert_pairs(x, slots, pair_slots, fmt, out)
     if x.shape[0] == 1:
-        _expert_gemv(x, slots, pair_slots, fmt, out)
+        tilings = tilings or tilings_for(fmt, pair_slots.shape[1], x.device)
+        _expert_gemv(x, slots, pair_slots, fmt, out, tilings)
     else:
         _expert_by_expert(x, slots, pair_slots, fmt, out, x.dtype)
 

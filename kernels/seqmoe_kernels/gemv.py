@@ -1,13 +1,14 @@
 """Linear layers whose weights may be FP8: a matrix-vector kernel for one token.
 
-A matrix-vector product reads every weight once, so its speed is that of memory. The kernel gives
-each thread 16 consecutive bytes of a row (a chunk of V weights), sums a chunk inside the thread,
-multiplies by the scale of the chunk's block, and adds up chunks in a fixed order.
+A matrix-vector product reads every weight once, so its speed is that of memory. Each thread takes
+16 consecutive bytes of a row at a time (a chunk), sums inside the chunk, multiplies by the scale of
+the chunk's block, and adds chunks up in a fixed order; the next tile is on its way meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,31 +37,67 @@ def linear_reference(
 
 
 @triton.jit
-def chunk_sums(
-    weight, row_starts, inside, x, chunk, K: tl.constexpr, V: tl.constexpr, FP8: tl.constexpr
-):
-    """Multiply chunks of rows with chunks of `x` and sum inside each: f32 [rows, chunks].
-
-    `row_starts` [rows] are element offsets from `weight`, `chunk` [chunks] counts V elements;
-    `inside` [rows] masks rows. FP8 sums lack the factor `_UNBIAS_SCALE` and the block's scale.
-    """
-    column = chunk[:, None] * V + tl.arange(0, V)[None, :]
-    mask = inside[:, None, None] & (chunk * V < K)[None, :, None]
-    at = row_starts[:, None, None] + column[None, :, :]
-    w = tl.load(weight + at, mask=mask, other=0)
-    value = tl.load(x + column, mask=(chunk * V < K)[:, None], other=0).to(tl.float32)
-    if FP8:
-        value = value * _UNBIAS_INPUT
-        return tl.sum(decode_biased(w) * value[None, :, :], axis=2)
-    else:
-        return tl.sum(w.to(tl.float32) * value[None, :, :], axis=2)
+def _load_tile(weight, starts, inside, column, K: tl.constexpr):
+    mask = inside[:, None] & (column < K)[None, :]
+    return tl.load(weight + starts[:, None] + column[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def chunk_scales(scale, row, chunk, K: tl.constexpr, V: tl.constexpr):
-    """Load the scale of each chunk of row `row` (a scalar), with the factor left out above."""
-    at = row // _BLOCK * tl.cdiv(K, _BLOCK) + chunk * V // _BLOCK
-    return tl.load(scale + at, mask=chunk * V < K, other=0) * _UNBIAS_SCALE
+def _chunk_sums(tile, x, column, K: tl.constexpr, CHUNK: tl.constexpr):
+    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+    if tile.dtype == tl.int8:
+        product = decode_biased(tile) * (value * _UNBIAS_INPUT)[None, :]
+    else:
+        product = tile.to(tl.float32) * value[None, :]
+    return tl.sum(tl.reshape(product, (tile.shape[0], tile.shape[1] // CHUNK, CHUNK)), axis=2)
+
+
+@triton.jit
+def _chunk_scales(scale, at, K: tl.constexpr):
+    return tl.load(scale + at // _BLOCK, mask=at < K, other=0) * _UNBIAS_SCALE
+
+
+@triton.jit
+def block_row(row, K: tl.constexpr):
+    """The offset of the scales of row `row` of a weight with K columns."""
+    return row // _BLOCK * tl.cdiv(K, _BLOCK)
+
+
+@triton.jit
+def dot_rows(
+    weight,
+    starts,
+    inside,
+    x,
+    scale,
+    odd_scale,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Multiply rows of a weight with the vector `x` [K]: f32 [rows].
+
+    `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them. Int8
+    weights are FP8 codes: even rows take their scales at `scale`, odd ones at `odd_scale`.
+    """
+    CHUNK: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
+    odd = tl.arange(0, starts.shape[0]) % 2 == 1
+    column = tl.arange(0, BLOCK_K)
+    chunk_start = tl.arange(0, BLOCK_K // CHUNK) * CHUNK
+    total = tl.zeros((starts.shape[0], BLOCK_K // CHUNK), tl.float32)
+    for first in range(0, K, TILES * BLOCK_K):
+        ahead = _load_tile(weight, starts, inside, first + column, K)
+        for i in tl.static_range(TILES):
+            tile, start = ahead, first + i * BLOCK_K
+            if i + 1 < TILES:
+                ahead = _load_tile(weight, starts, inside, start + BLOCK_K + column, K)
+            part = _chunk_sums(tile, x, start + column, K, CHUNK)
+            if weight.dtype.element_ty == tl.int8:
+                even_scales = _chunk_scales(scale, start + chunk_start, K)
+                odd_scales = _chunk_scales(odd_scale, start + chunk_start, K)
+                part *= tl.where(odd[:, None], odd_scales[None, :], even_scales[None, :])
+            total += part
+    return tl.sum(total, axis=1)
 
 
 @triton.jit
@@ -72,47 +109,45 @@ def _gemv_kernel(
     out,
     num_rows,
     K: tl.constexpr,
-    V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FP8: tl.constexpr,
+    TILES: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     inside = row < num_rows
-    total = tl.zeros((ROWS, BLOCK_K // V), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        chunk = start // V + tl.arange(0, BLOCK_K // V)
-        part = chunk_sums(weight, row.to(tl.int64) * K, inside, x, chunk, K, V, FP8)
-        if FP8:
-            part *= chunk_scales(scale, first, chunk, K, V)[None, :]
-        total += part
-    result = tl.sum(total, axis=1)
+    scales = scale + block_row(first, K)
+    starts = row.to(tl.int64) * K
+    result = dot_rows(weight, starts, inside, x, scales, scales, K, BLOCK_K, TILES)
     if BIAS:
         result += tl.load(bias + row, mask=inside, other=0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
 
 
-def chunk_size(weight_dtype: torch.dtype) -> int:
-    """Weights in the 16 bytes that one thread loads at once."""
-    return 16 // weight_dtype.itemsize
+class Tiling(NamedTuple):
+    """How a matrix-vector product is cut into programs and turns of their loop."""
+
+    rows: int  # per program; a power of two, at most 128
+    columns: int  # of a tile; a power of two, at least 128
+    tiles: int  # per turn, each loaded while the one before it is summed
+    num_warps: int
 
 
-def tile_columns(cols: int, weight_dtype: torch.dtype) -> int:
-    """The widest tile of a row among those that pad `cols` least."""
-    widths = [2048, 1024, 512, 256, 128]
-    if weight_dtype.itemsize > 1:
-        widths = widths[1:]
-    return min(widths, key=lambda width: -(-cols // width) * width)
-
-
-def tile_rows(num_rows: int, most: int, device: torch.device) -> int:
-    """Rows per program: `most`, or fewer to have two programs for every multiprocessor."""
-    rows = most
+def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
+    """A warp reads up to 512 bytes of a row at once, so that the bits of a row do not depend on how
+    many rows a program has: as many as leave two programs for every multiprocessor."""
+    widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
+    columns = min(widths, key=lambda width: _padded(cols, width))
+    tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
+    rows = 16
     while rows > 2 and num_rows < rows * 2 * _num_multiprocessors(device):
         rows //= 2
-    return rows
+    return Tiling(rows, columns, tiles if cols > columns else 1, min(4, max(1, rows // 4)))
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 @functools.cache
@@ -141,6 +176,7 @@ def linear_triton(
     weight: torch.Tensor,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     check_kernel_device(x)
     check_linear(x, weight, scale, bias)
@@ -151,22 +187,20 @@ def linear_triton(
     if cols % 16:
         raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    fp8 = scale is not None
-    per_program = tile_rows(rows, 8, x.device)
-    _gemv_kernel[(triton.cdiv(rows, per_program),)](
+    tiling = tiling or tiling_for(rows, cols, weight.dtype, x.device)
+    _gemv_kernel[(triton.cdiv(rows, tiling.rows),)](
         x,
-        weight.view(torch.int8) if fp8 else weight,
-        scale,
+        weight if scale is None else weight.view(torch.int8),
+        weight if scale is None else scale,  # any pointer: plain weights have no scales
         bias,
         out,
         rows,
         cols,
-        chunk_size(weight.dtype),
-        per_program,
-        tile_columns(cols, weight.dtype),
-        fp8,
+        tiling.rows,
+        tiling.columns,
+        tiling.tiles,
         bias is not None,
-        num_warps=4,
+        num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
     return out

@@ -7,7 +7,7 @@ import torch
 
 from seqmoe_kernels import dequantize, linear
 from seqmoe_kernels.fp8 import dequantize_reference, dequantize_triton, num_blocks
-from seqmoe_kernels.gemv import linear_reference, linear_triton
+from seqmoe_kernels.gemv import Tiling, linear_reference, linear_triton
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272)]
 
@@ -90,6 +90,17 @@ def test_gemv_fp8(
     assert_close_to_product(got, x, decoded, 5e-7 if dtype == torch.float32 else 2**-7)
     reference = linear_reference(x, weight, scale)
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
+
+
+def test_bits_of_a_row_do_not_depend_on_the_tiling(
+    device: torch.device, gen: torch.Generator
+) -> None:
+    x = torch.randn((1, 640), generator=gen)
+    weight, scale = random_fp8(gen, 24, 640)
+    arguments = [tensor.to(device) for tensor in (x, weight, scale)]
+    expected = linear_triton(*arguments, tiling=Tiling(16, 512, 2, 4))
+    for tiling in (Tiling(2, 512, 1, 1), Tiling(8, 512, 2, 2)):
+        assert torch.equal(linear_triton(*arguments, tiling=tiling), expected)
 
 
 def test_gemv_fp8_holds_extreme_values(device: torch.device) -> None:

@@ -12,12 +12,15 @@ from seqmoe_kernels.rope import rotary_reference, rotary_triton
 from seqmoe_kernels.router import route_reference, route_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Two roundings to the dtype; the interpreter cuts bfloat16 off instead of rounding it.
-TOLERANCE = {
-    torch.float32: {"rtol": 2e-6, "atol": 2e-6},
-    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-7},
-    torch.float16: {"rtol": 2**-9, "atol": 2**-10},
-}
+# The largest relative error of one rounding; the interpreter cuts bfloat16 off instead.
+UNIT = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+
+
+def assert_rounded(
+    got: torch.Tensor, expected: torch.Tensor, num_roundings: int, slack: float = 0.0
+) -> None:
+    limit = num_roundings * UNIT[expected.dtype]
+    torch.testing.assert_close(got.cpu(), expected, rtol=limit, atol=slack)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,7 +31,7 @@ def test_rms_norm(
     x = torch.randn(shape, generator=gen).mul(3).to(dtype)
     weight = torch.randn(shape[-1], generator=gen).to(dtype)
     got = rms_norm_triton(x.to(device), weight.to(device), 1e-6)
-    torch.testing.assert_close(got.cpu(), rms_norm_reference(x, weight, 1e-6), **TOLERANCE[dtype])
+    assert_rounded(got, rms_norm_reference(x, weight, 1e-6), 2)
 
 
 def test_rms_norm_counts_eps_and_every_column(device: torch.device) -> None:
@@ -60,7 +63,7 @@ def test_rotary(
     first, second = expected.double().chunk(2, -1)
     pair_length = torch.cat((first.hypot(second),) * 2, -1)  # rotation may cancel most of a value
     worst = ((got.cpu() - expected).double().abs() / pair_length).max()
-    assert worst <= TOLERANCE[dtype]["rtol"]
+    assert worst <= 3 * UNIT[dtype]
 
 
 def test_rotary_turns_a_pair_by_its_angle(device: torch.device) -> None:
@@ -103,6 +106,7 @@ def test_route_prefers_the_lower_id_among_equals(device: torch.device) -> None:
     assert route_reference(negative, 4, False)[0].tolist() == [[1, 3, 5, 0]]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
 def test_route_of_nan_logits_stays_in_range(device: torch.device) -> None:
     ids, _ = route_triton(torch.full((1, 6), float("nan"), device=device), 3, True)
     assert sorted(ids.cpu()[0].tolist()) == [0, 1, 2]
@@ -121,9 +125,7 @@ def test_combine(
     pairs = torch.randn((tokens, top_k, hidden), generator=gen)
     weights = torch.rand((tokens, top_k), generator=gen)
     got = combine_triton(pairs.to(device), weights.to(device), dtype)
-    torch.testing.assert_close(
-        got.cpu(), combine_reference(pairs, weights, dtype), **TOLERANCE[dtype]
-    )
+    assert_rounded(got, combine_reference(pairs, weights, dtype), 1, slack=1e-6)
 
 
 def test_combine_adds_in_the_order_of_k(device: torch.device) -> None:

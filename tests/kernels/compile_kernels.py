@@ -1,0 +1,117 @@
+"""Compile every kernel for a GPU that is not there: `python compile_kernels.py 80` for sm_80.
+
+The wrappers are called with meta tensors in the shapes of Qwen3-30B-A3B; instead of launching,
+Triton compiles down to machine code. Prints the names of the kernels. Not under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from seqmoe_kernels.attention import attention_decode_triton
+from seqmoe_kernels.expert_mlp import expert_pairs_triton
+from seqmoe_kernels.formats import ExpertFormat, PoolState
+from seqmoe_kernels.fp8 import dequantize_triton
+from seqmoe_kernels.gemv import linear_triton
+from seqmoe_kernels.lookup import resolve_triton
+from seqmoe_kernels.mixture import combine_triton
+from seqmoe_kernels.norm import rms_norm_triton
+from seqmoe_kernels.rope import rotary_triton
+from seqmoe_kernels.router import route_triton
+from seqmoe_kernels.transfer import fetch_triton
+
+HIDDEN, INTER, TOP_K = 2048, 768, 8
+
+
+class AbsentGpu:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def expert_format(dtype: torch.dtype) -> ExpertFormat:
+    part = HIDDEN * INTER * dtype.itemsize
+    scales = [3 * part + i * 512 for i in range(3)]
+    return ExpertFormat(
+        dtype, HIDDEN, INTER, 0, part, 2 * part, *scales, 3 * part + 2048, 3 * part + 4096
+    )
+
+
+def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    def real(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=dtype)
+
+    def f32(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=torch.float32)
+
+    rms_norm_triton(real(1, HIDDEN), real(HIDDEN), 1e-6)
+    position = tensor(1, dtype=torch.int64)
+    rotary_triton(real(1, 32, 128), position, f32(64), real(128), 1e-6)
+    route_triton(real(1, 128), TOP_K, True)
+    combine_triton(f32(1, TOP_K, HIDDEN), f32(1, TOP_K), dtype)
+    attention_decode_triton(
+        real(32, 128), real(4096, 4, 128), real(4096, 4, 128), tensor(1), 128**-0.5
+    )
+    fp8 = weight_dtype == torch.float8_e4m3fn
+    weight = tensor(4096, HIDDEN, dtype=weight_dtype if fp8 else dtype)
+    linear_triton(real(1, HIDDEN), weight, f32(32, 16) if fp8 else None, real(4096))
+    fmt = expert_format(weight_dtype)
+    slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
+    expert_pairs_triton(real(1, HIDDEN), slots, tensor(1, TOP_K), fmt, f32(1, TOP_K, HIDDEN))
+
+
+def call_residency_kernels() -> None:
+    dequantize_triton(
+        tensor(256, 256, dtype=torch.float8_e4m3fn),
+        tensor(2, 2, dtype=torch.float32),
+        torch.bfloat16,
+    )
+    narrow, wide = tensor(1024), tensor(1024, dtype=torch.int64)
+    clock, counters = tensor(1, dtype=torch.int64), tensor(3, dtype=torch.int64)
+    pool = PoolState(tensor(6144), narrow, narrow, wide, wide, wide, clock, counters)
+    resolve_triton(tensor(TOP_K), pool)
+    slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
+    fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1))
+
+
+def main(arch: int) -> None:
+    launch = JITFunction.run
+    names: list[str] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        assert kernel.asm["cubin"]
+        names.append(self.fn.__name__)
+        return kernel
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(AbsentGpu(arch))
+    triton.knobs.runtime.interpret = True  # the wrappers' word for: not only CUDA tensors
+    call_residency_kernels()
+    call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)
+    call_decode_kernels(torch.float32, torch.bfloat16)
+    print("\n".join(names))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
