@@ -13,6 +13,8 @@ from seqmoe_cli.errors import SeqmoeError
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
 
+MAX_NLL = 700.0  # of a token; exp of it is still a float
+
 
 @dataclass(frozen=True)
 class Score:
@@ -55,16 +57,16 @@ def windows(num_tokens: int, size: int) -> list[range]:
 def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], None]) -> Score:
     """Score a text of at least 2 token ids; `progress` is told (done, total) tokens.
 
-    Raises `SeqmoeError` when the model's probabilities are not numbers.
+    Raises `SeqmoeError` when the model's probabilities are not numbers, or next to zero.
     """
     start, before = time.perf_counter(), engine.pool.counters()
     total = sum(
         _nll(engine, ids, window, progress) for window in windows(len(ids), engine.ctx_size)
     )
     mean = total / (len(ids) - 1)
-    if not math.isfinite(mean):
+    if not mean < MAX_NLL:  # NaN compares as false
         raise SeqmoeError(
-            "the model gives probabilities that are not numbers",
+            f"negative log-likelihood {mean:g} per token: the weights cannot be right",
             "check the model with seqmoe info --verify, or try --dtype float32",
         )
     after = engine.pool.counters()

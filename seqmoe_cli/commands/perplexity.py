@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from seqmoe_cli.chat.console import is_terminal
 from seqmoe_cli.commands.options import (
     DEFAULTS,
     CtxOption,
@@ -22,6 +24,10 @@ from seqmoe_cli.commands.options import (
 )
 from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import PromptError, UsageError
+
+if TYPE_CHECKING:
+    from seqmoe_cli.bench.perplexity import Score
+    from seqmoe_cli.engine.engine import Engine
 
 
 def perplexity(
@@ -62,25 +68,33 @@ def perplexity(
         )
     with opened_engine(folder, options) as engine, status_line() as tell:
         result = score(engine, ids, lambda done, total: tell(f"{done:,} of {total:,} tokens"))
-        fields = {
-            "tokens": result.tokens,
-            "nll_per_token": result.nll_per_token,
-            "perplexity": result.perplexity,
-            "ctx_size": engine.ctx_size,
-            "hit_rate": result.hit_rate,
-            "misses": result.misses,
-            "fetched_bytes": result.fetched_bytes,
-            "tokens_per_second": result.tokens_per_second,
-            "num_slots": engine.plan.num_slots,
-            "pool_bytes": engine.plan.pool_bytes,
-            "device": str(engine.device),
-            "dtype": str(engine.dtype).removeprefix("torch."),
-            "fallbacks": engine.fallbacks,
-        }
+        facts = _facts(result, engine)
     if as_json:
-        print(json.dumps(fields, ensure_ascii=False))
+        print(json.dumps(facts, ensure_ascii=False))
         return
+    if is_terminal(sys.stderr):
+        for fallback in facts["fallbacks"]:
+            print(fallback, file=sys.stderr)
     print(
         f"perplexity {result.perplexity:.4f}  nll {result.nll_per_token:.6f} per token  "
         f"{result.tokens:,} tokens predicted"
     )
+
+
+def _facts(result: Score, engine: Engine) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "tokens": result.tokens,
+        "nll_per_token": result.nll_per_token,
+        "perplexity": result.perplexity,
+        "ctx_size": engine.ctx_size,
+        "hit_rate": result.hit_rate,
+        "misses": result.misses,
+        "fetched_bytes": result.fetched_bytes,
+        "tokens_per_second": result.tokens_per_second,
+        "num_slots": engine.plan.num_slots,
+        "pool_bytes": engine.plan.pool_bytes,
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "fallbacks": engine.fallbacks,
+    }

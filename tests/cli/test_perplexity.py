@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from seqmoe_cli.bench.perplexity import windows
 from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.main import main
+from seqmoe_weights.convert import convert
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
 Packed = Callable[..., Path]
@@ -121,3 +123,20 @@ def test_bad_arguments(
     out, err = capsys.readouterr()
     assert out == ""
     assert name in err and len(err.splitlines()) <= 2
+
+
+def test_a_model_out_of_its_mind_is_an_error(
+    checkpoint: Packed, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(checkpoint("olmoe"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] *= 1e6
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "packed", "keep", False)
+    argv = ["perplexity", str(tmp_path / "packed"), "--file", str(text_file), "--json", *CPU]
+    assert main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "negative log-likelihood" in err and "--verify" in err
