@@ -32,7 +32,7 @@ class Machine:
         return cls(
             cpu_info=_cpu_name(),
             gpu_info=torch.cuda.get_device_name() if on_gpu else "",
-            driver=_driver_version() if on_gpu else "",
+            driver=driver_version() if on_gpu else "",
             torch=torch.__version__,
             triton=_version("triton"),
             build_commit=build_commit(),
@@ -54,7 +54,8 @@ def _cpu_name() -> str:
     return match[1] if match else platform.processor() or platform.machine()
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
+    """The NVIDIA driver's version, from the kernel module or else from nvidia-smi; or empty."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return _read("/sys/module/nvidia/version").strip() or _output_of(command).partition("\n")[0]
 

@@ -10,18 +10,17 @@ import os
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from seqmoe_cli import paths
+from seqmoe_cli.bench.machine import driver_version
 from seqmoe_weights.memory import available_host_bytes
 
 GIB = 2**30
@@ -135,17 +134,7 @@ def _check_gpu() -> Iterator[Check]:
         "capability 8.0 or newer is needed; use --device cpu" if old else "",
         {"total_bytes": total, "free_bytes": free, "capability": capability},
     )
-    yield Check("driver", "ok", _driver_version())
-
-
-def _driver_version() -> str:
-    """The NVIDIA driver's version, from the kernel module or else from nvidia-smi."""
-    module = Path("/sys/module/nvidia/version")
-    if module.is_file():
-        return module.read_text().strip()
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    return answer.stdout.split("\n")[0].strip()
+    yield Check("driver", "ok", driver_version() or "version unknown")
 
 
 def _check_link() -> Iterator[Check]:

@@ -123,7 +123,11 @@ def load_progress() -> Iterator[Callable[[str, int, int], None] | None]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
     with Progress(
-        *columns, TimeRemainingColumn(), console=make_console(sys.stderr), transient=True
+        *columns,
+        TimeRemainingColumn(),
+        console=make_console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,  # or a print to stdout would come out on stderr
     ) as bars:
         tasks = {}
 

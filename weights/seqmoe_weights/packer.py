@@ -50,8 +50,9 @@ class Packer:
     @property
     def dense_format(self) -> str:
         """How linear layers outside the experts are stored; see `ModelConfig.dense_format`."""
-        name = "model.layers.0.self_attn.q_proj.weight"
-        dtype = self._source.tensors[name].dtype
+        specs = self._source.family.resident_tensors(self._config)
+        linear = next(spec.name for spec in specs if spec.quantized)
+        dtype = self._source.tensors[linear].dtype
         return "FP8" if dtype == "F8_E4M3" else dtype
 
     @property
