@@ -11,8 +11,6 @@ RUN := .venv/bin/python
 PIP := $(RUN) -m pip -qq --disable-pip-version-check
 DEMO := .demo/smollm2-moe
 MAKEFLAGS += --no-print-directory
-# Threads of torch that wait for work leave the cores to others.
-export OMP_WAIT_POLICY ?= passive
 
 # Taken from the command line only (some shells export a PROMPT of their own), and not expanded.
 ifeq ($(origin PROMPT),command line)
