@@ -174,63 +174,81 @@ def check_expert_pairs(
         raise ValueError(f"record offsets are {offsets}, expected multiples of 16")
 
 
-def _expert_gemv(
+def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots as weights (FP8 codes as int8) and as f32 scales."""
+    fp8 = fmt.weight_dtype == torch.float8_e4m3fn
+    return slots.view(torch.int8 if fp8 else fmt.weight_dtype), slots.view(torch.float32)
+
+
+def gate_up_triton(
     x: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
-    out: torch.Tensor,
-    tilings: tuple[Tiling, Tiling],
-) -> None:
-    dtype = torch.int8 if fmt.weight_dtype == torch.float8_e4m3fn else fmt.weight_dtype
-    weights, scales = slots.view(dtype), slots.view(torch.float32)
-    strides = weights.stride(0), scales.stride(0)
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """The activations [K, I] of one token's pairs; the row of a pair without a slot is not set."""
+    weights, scales = _typed_views(slots, fmt)
+    size = fmt.weight_dtype.itemsize
     num_pairs = pair_slots.shape[1]
+    if tiling is None:  # a program reads two rows for each one that it writes
+        tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, x.device)
+        tiling = tiling._replace(rows=tiling.rows // 2)
     act = torch.empty((num_pairs, fmt.inter), dtype=x.dtype, device=x.device)
-    wide, tall = tilings
-    _gate_up_kernel[(triton.cdiv(fmt.inter, wide.rows), num_pairs)](
+    _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
         x,
         weights,
         scales,
         pair_slots,
         act,
-        *strides,
+        weights.stride(0),
+        scales.stride(0),
         fmt.hidden,
         fmt.inter,
-        fmt.gate // dtype.itemsize,
-        fmt.up // dtype.itemsize,
+        fmt.gate // size,
+        fmt.up // size,
         fmt.gate_scale // 4,
         fmt.up_scale // 4,
-        wide.rows,
-        wide.columns,
-        wide.tiles,
-        num_warps=wide.num_warps,
+        tiling.rows,
+        tiling.columns,
+        tiling.tiles,
+        num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
-    _down_kernel[(triton.cdiv(fmt.hidden, tall.rows), num_pairs)](
+    return act
+
+
+def down_triton(
+    act: torch.Tensor,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    fmt: ExpertFormat,
+    out: torch.Tensor,
+    tiling: Tiling | None = None,
+) -> None:
+    """Write the `down` products of one token's activations [K, I] into `out` (f32 [1, K, H])."""
+    weights, scales = _typed_views(slots, fmt)
+    num_pairs = pair_slots.shape[1]
+    if tiling is None:
+        tiling = tiling_for(fmt.hidden * num_pairs, fmt.inter, fmt.weight_dtype, act.device)
+    _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), num_pairs)](
         act,
         weights,
         scales,
         pair_slots,
         out,
-        *strides,
+        weights.stride(0),
+        scales.stride(0),
         fmt.hidden,
         fmt.inter,
-        fmt.down // dtype.itemsize,
+        fmt.down // fmt.weight_dtype.itemsize,
         fmt.down_scale // 4,
-        tall.rows,
-        tall.columns,
-        tall.tiles,
-        num_warps=tall.num_warps,
+        tiling.rows,
+        tiling.columns,
+        tiling.tiles,
+        num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
-
-
-def tilings_for(fmt: ExpertFormat, num_pairs: int, device: torch.device) -> tuple[Tiling, Tiling]:
-    """Of gate and up, whose programs read two rows for each one they write, and of down."""
-    wide = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, device)
-    tall = tiling_for(fmt.hidden * num_pairs, fmt.inter, fmt.weight_dtype, device)
-    return wide._replace(rows=wide.rows // 2), tall
 
 
 def expert_pairs_triton(
@@ -239,13 +257,12 @@ def expert_pairs_triton(
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
     out: torch.Tensor,
-    tilings: tuple[Tiling, Tiling] | None = None,
 ) -> None:
     check_kernel_device(x)
     check_expert_pairs(x, slots, pair_slots, fmt, out)
     if x.shape[0] == 1:
-        tilings = tilings or tilings_for(fmt, pair_slots.shape[1], x.device)
-        _expert_gemv(x, slots, pair_slots, fmt, out, tilings)
+        act = gate_up_triton(x, slots, pair_slots, fmt)
+        down_triton(act, slots, pair_slots, fmt, out)
     else:
         _expert_by_expert(x, slots, pair_slots, fmt, out, x.dtype)
 

@@ -1,0 +1,270 @@
+"""How fast the decode kernels are, one by one, in the shapes of Qwen3-30B-A3B-FP8.
+
+    python benchmarks/kernels.py [--json FILE] [--only NAME]
+
+Each time is that of one kernel inside a captured graph whose calls go through several times the L2
+cache in weights, the median of several replays. GB/s counts every byte that has to move once, %
+compares with a device-to-device copy (bytes read plus written) or, for fetches, with a DMA copy
+from pinned memory, both measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+import torch
+
+from seqmoe_kernels import (
+    READY,
+    ExpertFormat,
+    PoolState,
+    attention_decode,
+    combine,
+    expert_pairs,
+    fetch,
+    linear,
+    resolve,
+    rms_norm,
+    rotary,
+    route,
+)
+from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
+
+HIDDEN, INTER, EXPERTS, TOP_K, LAYERS, VOCAB = 2048, 768, 128, 8, 48, 151936
+HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+MATRICES = {"qkv fp8": (5120, HIDDEN), "k fp8": (512, HIDDEN), "o fp8": (HIDDEN, 4096)}
+PART = HIDDEN * INTER
+SCALES = PART // 128**2 * 4
+FORMAT = ExpertFormat(
+    torch.float8_e4m3fn, HIDDEN, INTER, 0, PART, 2 * PART,
+    3 * PART, 3 * PART + 512, 3 * PART + 1024, 3 * PART + 1536, 3 * PART + 4096,
+)  # fmt: skip
+NUM_SLOTS = 256  # 1.2 GB: a call never finds its weights in the L2 cache
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+class Case(NamedTuple):
+    """One kernel: its calls differ in what they read, and each moves `num_bytes`."""
+
+    name: str
+    num_bytes: int
+    calls: list[Callable[[], object]]
+    over_link: bool = False
+
+
+def microseconds(calls: list[Callable[[], object]], budget_s: float = 0.1) -> float:
+    """The median time of one call inside a graph of all of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:  # compiles
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    first = _replay_ms(graph, 1)
+    replays = max(1, min(200, int(budget_s * 1000 / 9 / max(first, 1e-3))))
+    times = sorted(_replay_ms(graph, replays) / replays for _ in range(9))
+    return times[4] * 1000 / len(calls)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def copy_gb_per_s(host: bool) -> float:
+    """Of a large copy on the device (read plus written), or from pinned memory to the device."""
+    size = 2**28 if host else 2**31
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    source = torch.randint_like(target, 256)
+    if host:
+        source = source.cpu().pin_memory()
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return (1 if host else 2) * size / sorted(times)[3] / 1e6
+
+
+def random_codes(*shape: int) -> torch.Tensor:
+    """FP8 bytes that are no NaN."""
+    codes = torch.randint(0, 254, shape, dtype=torch.int16, device="cuda")
+    return torch.where(codes >= 127, codes + 1, codes).to(torch.uint8)
+
+
+def random_slots() -> torch.Tensor:
+    slots = random_codes(NUM_SLOTS, FORMAT.record_bytes)
+    for offset in (FORMAT.gate_scale, FORMAT.up_scale, FORMAT.down_scale):
+        slots[:, offset : offset + SCALES].view(F32).uniform_(1e-4, 2e-4)
+    return slots
+
+
+def random_matrices(rows: int, cols: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """As many copies as go beyond the L2 cache, at most 64."""
+    count = max(2, min(64, 2**28 // (rows * cols * dtype.itemsize)))
+    if dtype == torch.float8_e4m3fn:
+        return [random_codes(rows, cols).view(dtype) for _ in range(count)]
+    return [torch.randn((rows, cols), dtype=dtype, device="cuda") for _ in range(count)]
+
+
+def pairs_of_slots() -> list[torch.Tensor]:
+    order = torch.randperm(NUM_SLOTS, device="cuda").int()
+    return list(order.view(-1, 1, TOP_K))
+
+
+def matrix_cases() -> Iterator[Case]:
+    for name, (rows, cols) in MATRICES.items():
+        x = torch.randn((1, cols), dtype=BF16, device="cuda")
+        scale = torch.rand((rows // 128, cols // 128), device="cuda")
+        weights = random_matrices(rows, cols, torch.float8_e4m3fn)
+        calls = [lambda x=x, w=w, s=scale: linear(x, w, s) for w in weights]
+        yield Case(f"linear {name} {rows}x{cols}", rows * cols + 4 * scale.numel(), calls)
+    for name, rows in (("router bf16", EXPERTS), ("lm_head bf16", VOCAB)):
+        x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+        weights = random_matrices(rows, HIDDEN, BF16)
+        calls = [lambda x=x, w=w: linear(x, w) for w in weights]
+        yield Case(f"linear {name} {rows}x{HIDDEN}", 2 * rows * HIDDEN, calls)
+
+
+def expert_cases(slots: torch.Tensor) -> Iterator[Case]:
+    x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+    act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
+    out = torch.empty((1, TOP_K, HIDDEN), device="cuda")
+    pairs = pairs_of_slots()
+    part = TOP_K * (PART + SCALES)
+    calls = [lambda p=p: gate_up_triton(x, slots, p, FORMAT) for p in pairs]
+    yield Case("experts gate+up", 2 * part, calls)
+    calls = [lambda p=p: down_triton(act, slots, p, FORMAT, out) for p in pairs]
+    yield Case("experts down", part, calls)
+    calls = [lambda p=p: expert_pairs(x, slots, p, FORMAT, out) for p in pairs]
+    yield Case("experts both", 3 * part, calls)
+    weights = torch.rand((1, TOP_K), device="cuda")
+    combined = [lambda: combine(out, weights, BF16)] * 32
+    yield Case("combine", (4 * TOP_K + 2) * HIDDEN, combined)
+
+
+def small_cases() -> Iterator[Case]:
+    x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+    gain = torch.randn(HIDDEN, dtype=BF16, device="cuda")
+    yield Case("rms_norm", 6 * HIDDEN, [lambda: rms_norm(x, gain, 1e-6)] * 32)
+    heads = torch.randn((1, HEADS, HEAD_DIM), dtype=BF16, device="cuda")
+    position = torch.tensor([1234], device="cuda")
+    inv_freq = torch.rand(HEAD_DIM // 2, device="cuda")
+    head_gain = torch.randn(HEAD_DIM, dtype=BF16, device="cuda")
+    calls = [lambda: rotary(heads, position, inv_freq, head_gain, 1e-6)] * 32
+    yield Case("rotary and norm of q", 4 * heads.numel(), calls)
+    logits = torch.randn((1, EXPERTS), dtype=BF16, device="cuda")
+    yield Case("route", 2 * EXPERTS, [lambda: route(logits, TOP_K, True)] * 32)
+
+
+def attention_cases() -> Iterator[Case]:
+    capacity = 8192
+    q = torch.randn((HEADS, HEAD_DIM), dtype=BF16, device="cuda")
+    shape = (8, 2, capacity, KV_HEADS, HEAD_DIM)
+    states = torch.randn(shape, dtype=BF16, device="cuda")
+    for context in (1, 512, 4096):
+        length = torch.tensor([context], dtype=torch.int32, device="cuda")
+        calls = [
+            lambda s=state, n=length: attention_decode(q, s[0], s[1], n, HEAD_DIM**-0.5)
+            for state in states
+        ]
+        num_bytes = 2 * 2 * context * KV_HEADS * HEAD_DIM
+        yield Case(f"attention at {context}", num_bytes, calls)
+
+
+def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
+    num_experts, num_slots = LAYERS * EXPERTS, LAYERS * EXPERTS * 45 // 100
+    for missing in (0, 2, TOP_K):
+        pool = full_pool(num_experts, num_slots)
+        # So many new experts in a row that LRU has dropped the first when they come round again.
+        fresh = torch.arange(num_slots, num_experts, dtype=torch.int32, device="cuda")
+        kept = torch.arange(TOP_K - missing, dtype=torch.int32, device="cuda")
+        parts = fresh.split(missing) if missing else [fresh[:0]] * 64
+        wanted = [torch.cat((kept, part)) for part in parts]
+        calls = [lambda w=w, p=pool: resolve(w, p) for w in wanted]
+        yield Case(f"resolve with {missing} misses", 0 if missing == 0 else 12 * num_slots, calls)
+    records = torch.randint(0, 127, (NUM_SLOTS, FORMAT.record_bytes), dtype=torch.uint8)
+    records = records.pin_memory()
+    for missing in (0, 1, TOP_K):
+        ids = torch.randperm(NUM_SLOTS, device="cuda").int().view(-1, TOP_K)
+        count = torch.tensor([missing], dtype=torch.int32, device="cuda")
+        calls = [lambda e=e, c=count: fetch(records, slots, e, e, c) for e in ids]
+        num_bytes = missing * FORMAT.record_bytes
+        yield Case(f"fetch of {missing} records", num_bytes, calls, over_link=True)
+
+
+def full_pool(num_experts: int, num_slots: int) -> PoolState:
+    owner = torch.arange(num_slots, dtype=torch.int32, device="cuda")
+    slot_of = torch.full((num_experts,), -1, dtype=torch.int32, device="cuda")
+    slot_of[:num_slots] = owner
+    score = owner.long() + 1
+    tags = torch.ones_like(score)
+    clock = torch.full((1,), num_slots + 1, dtype=torch.int64, device="cuda")
+    counters = torch.zeros(3, dtype=torch.int64, device="cuda")
+    state = torch.full_like(owner, READY)
+    return PoolState(slot_of, owner, state, tags, tags.clone(), score, clock, counters)
+
+
+def all_cases() -> Iterator[Case]:
+    slots = random_slots()
+    yield from small_cases()
+    yield from matrix_cases()
+    yield from expert_cases(slots)
+    yield from attention_cases()
+    yield from residency_cases(slots)
+
+
+def bench(only: str = "") -> dict[str, Any]:
+    """Measure the cases whose name contains `only`; returns the ceilings and one row for each."""
+    ceilings = {"copy": copy_gb_per_s(host=False), "link": copy_gb_per_s(host=True)}
+    print(f"copy {ceilings['copy']:.0f} GB/s, link {ceilings['link']:.1f} GB/s", flush=True)
+    rows = []
+    for case in all_cases():
+        if only not in case.name:
+            continue
+        us = microseconds(case.calls)
+        rate = case.num_bytes / us / 1e3
+        ceiling = ceilings["link" if case.over_link else "copy"]
+        rows.append(
+            {"kernel": case.name, "us": us, "gb_per_s": rate, "percent": 100 * rate / ceiling}
+        )
+        print(
+            f"{case.name:34}{us:9.2f} us{rate:9.1f} GB/s{100 * rate / ceiling:7.1f} %", flush=True
+        )
+    return {"gpu": torch.cuda.get_device_name(), "gb_per_s": ceilings, "kernels": rows}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--only", default="", help="part of the kernel's name")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks/kernels.py: no usable CUDA device", file=sys.stderr)
+        return 1
+    result = bench(args.only)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
