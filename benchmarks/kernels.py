@@ -197,7 +197,8 @@ def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
         # So many new experts in a row that LRU has dropped the first when they come round again.
         fresh = torch.arange(num_slots, num_experts, dtype=torch.int32, device="cuda")
         kept = torch.arange(TOP_K - missing, dtype=torch.int32, device="cuda")
-        parts = fresh.split(missing) if missing else [fresh[:0]] * 64
+        whole = len(fresh) // max(missing, 1) * missing
+        parts = fresh[:whole].split(missing) if missing else [fresh[:0]] * 64
         wanted = [torch.cat((kept, part)) for part in parts]
         calls = [lambda w=w, p=pool: resolve(w, p) for w in wanted]
         yield Case(f"resolve with {missing} misses", 0 if missing == 0 else 12 * num_slots, calls)
