@@ -54,9 +54,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
     if sys.stdout is None:  # closed by the caller: files opened later would take its place
         return _fail("standard output is closed", "redirect it to a file or to /dev/null", 1)
-    # Before torch comes in: its idle threads shall sleep. Spinning, they take the cores from the
-    # busy ones as soon as anything else runs on the machine (measured on a CPU: 7 times slower).
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     code = _run(argv)
     try:
         sys.stdout.flush()

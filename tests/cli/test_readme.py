@@ -1,0 +1,18 @@
+"""README.md shows the help texts that the program prints, those of all commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.readme_help import README, fill
+
+
+def test_help_texts_are_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # restored afterwards
+    text = README.read_text(encoding="utf-8")
+    assert fill(text) == text, "renew them: python -m tools.readme_help"
+
+
+@pytest.mark.parametrize("command", ["chat", "bench", "convert", "info", "doctor", "perplexity"])
+def test_every_command_is_shown(command: str) -> None:
+    assert f"```\n$ seqmoe {command} --help\nUsage: seqmoe {command} " in README.read_text()
