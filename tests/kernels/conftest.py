@@ -7,6 +7,7 @@ compiles for the GPU and the interpreter's half is skipped.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if name == "interpret" and not triton.knobs.runtime.interpret:
         pytest.skip("Triton compiles in this process; TRITON_INTERPRET=1 interprets")
     return torch.device("cpu" if name == "interpret" else name)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """`torch.empty` hands out NaN (or the largest integer), so that unwritten elements show."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
