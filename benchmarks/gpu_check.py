@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
 import torch  # noqa: E402
 
-from benchmarks import demo_text, random_model  # noqa: E402
+from benchmarks import demo_text, kernels, random_model  # noqa: E402
 from seqmoe_cli.bench.machine import Machine  # noqa: E402
 
-PARTS = ("tests", "demo", "full-size")
+PARTS = ("tests", "kernels", "demo", "full-size")
 
 
 def run_tests() -> dict[str, Any]:
@@ -69,6 +69,7 @@ def main() -> int:
         return 1
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "tests": run_tests,
+        "kernels": kernels.bench,
         "demo": lambda: demo_text.compare(args.demo),
         "full-size": random_model.bench,
     }
