@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.checkpoints import packed_model
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from tests.checkpoints import packed_model
 
 GREEDY = SamplingParams(temperature=0)
 PROMPT = list(range(10, 40))
