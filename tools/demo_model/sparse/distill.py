@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,8 @@ class Distiller:
 
     def __init__(self, teacher: Decoder, student: Student, compiled: bool) -> None:
         self.teacher, self.student = teacher, student
-        self._layer = torch.compile(layer_forward, dynamic=False) if compiled else layer_forward
-        self._divergence = torch.compile(_divergence, dynamic=False) if compiled else _divergence
+        self._layer = _compile(layer_forward) if compiled else layer_forward
+        self._divergence = _compile(_divergence) if compiled else _divergence
 
     def backward(self, rows: Tensor, weights: Weights) -> Losses:
         """Add the gradients of rows [B, T] to the student's parameters."""
@@ -76,6 +78,11 @@ class Distiller:
         ]
         total = torch.stack([part[0] for part in parts]).sum() / len(flat)
         return total, (torch.cat([part[1] for part in parts]) / len(flat)).view_as(hidden)
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def relative_distance(x: Tensor, target: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def perplexity(model: Decoder, rows: Tensor) -> float:
     total = 0.0
     for batch in torch.split(rows, BATCH):
         hidden = hidden_states(model, batch)[:, :-1].flatten(0, 1)
-        wanted = batch[:, 1:].flatten()
+        wanted = batch[:, 1:].flatten().long()
         for part in range(0, len(wanted), CHUNK):
             some = slice(part, part + CHUNK)
             logits = F.linear(hidden[some], model.embedding).float()
@@ -59,7 +59,7 @@ def expert_load(model: Decoder, rows: Tensor) -> Tensor:
 def card_answers(model: Decoder, tokenizer: Tokenizer, length: int) -> list[list[list[str]]]:
     """What a model answers to each turn of each fixed prompt, at each of CARD_TEMPERATURES.
 
-    An answer that has not ended when the sequence is `length` tokens long ends in "[cut]".
+    An answer that has not ended within `length` tokens ends in "[cut]".
     """
     conversations = [[("user", turns[0])] for _ in CARD_TEMPERATURES for turns in fixed_prompts()]
     temperatures = [t for t in CARD_TEMPERATURES for _ in fixed_prompts()]
@@ -89,7 +89,7 @@ def _answers(
     texts = [opened(turns, "assistant") for turns in conversations]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     request = Request(
-        prompt_rows(prompts, length).to(device),
+        prompt_rows(prompts, length + max(map(len, prompts))).to(device),
         torch.full((len(texts),), ASSISTANT_TURN, device=device),
         torch.tensor(temperatures, device=device),
     )
@@ -97,7 +97,7 @@ def _answers(
     rows = sample(model, request, flow, MIN_P).tolist()
     answers = []
     for prompt, row in zip(prompts, rows, strict=True):
-        answer = row[len(prompt) :]
+        answer = row[len(prompt) : len(prompt) + length]
         stops = [i for i, token in enumerate(answer) if token in flow.ends]
         shown = tokenizer.decode(answer[: stops[0]] if stops else answer)
         answers.append(shown.strip() if stops else shown.strip() + " [cut]")

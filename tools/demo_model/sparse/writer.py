@@ -60,6 +60,7 @@ def write_chats(
         batches.append(_write(teacher, tokenizer, prompts, states, options.length))
         spent = clock.seconds() - begun
         clock.log(f"{sum(map(len, batches))} conversations written")
+    torch.cuda.empty_cache()  # the KV state took half of the memory
     rows = torch.cat(batches).to(device)
     rows = rows[num_distinct(rows) >= LEAST_DISTINCT * options.length]
     banned = [tokenizer.encode(turn).ids for turns in fixed_prompts() for turn in turns]
