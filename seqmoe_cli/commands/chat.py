@@ -6,12 +6,11 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands import options
+from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
 
@@ -24,68 +23,28 @@ if TYPE_CHECKING:
     from seqmoe_cli.chat.session import Prompt
 
 
-def _flag(*names: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
-
-
 _Text = str | None
-_PromptFlag = Annotated[
-    _Text, _flag("-p", "--prompt", metavar="TEXT", help="Answer TEXT and exit.")
-]
+_PromptFlag = Annotated[_Text, flag("-p", "--prompt", metavar="TEXT", help="Answer TEXT and exit.")]
 _FileFlag = Annotated[
-    _Text, _flag("-f", "--file", metavar="FILE", help="Answer a text file and exit; - is stdin.")
+    _Text,
+    flag("-f", "--file", metavar="FILE", help="Answer a text file and exit; - is stdin."),
 ]
 _MessagesFlag = Annotated[
     _Text,
-    _flag("--messages", metavar="FILE", help="Answer a JSON list of role and content; - is stdin."),
+    flag("--messages", metavar="FILE", help="Answer a JSON list of role and content; - is stdin."),
 ]
-_RawFlag = Annotated[bool, _flag("--raw", help="Continue the text itself, without a template.")]
-_JsonFlag = Annotated[bool, _flag("--json", help="Print the answer as one JSON object.")]
-_SystemFlag = Annotated[_Text, _flag("-s", "--system", metavar="TEXT", help="System prompt.")]
+_RawFlag = Annotated[bool, flag("--raw", help="Continue the text itself, without a template.")]
+_JsonFlag = Annotated[bool, flag("--json", help="Print the answer as one JSON object.")]
+_SystemFlag = Annotated[_Text, flag("-s", "--system", metavar="TEXT", help="System prompt.")]
 _SystemFileFlag = Annotated[
-    _Text, _flag("--system-file", metavar="FILE", help="File with the system prompt.")
+    _Text, flag("--system-file", metavar="FILE", help="File with the system prompt.")
 ]
-_PredictFlag = Annotated[
-    int | None, _flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
-]
-_TempFlag = Annotated[
-    float | None, _flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
-]
-_TopKFlag = Annotated[
-    int | None, _flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
-]
-_TopPFlag = Annotated[
-    float | None,
-    _flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
-]
-_MinPFlag = Annotated[
-    float | None,
-    _flag("--min-p", metavar="P", help="Leave out what is rarer than this share of the likeliest."),
-]
-_RepeatFlag = Annotated[
-    float | None,
-    _flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
-]
-_PresenceFlag = Annotated[
-    float | None,
-    _flag("--presence-penalty", metavar="X", help="Taken off tokens of the answer; 0 is off."),
-]
-_FrequencyFlag = Annotated[
-    float | None,
-    _flag("--frequency-penalty", metavar="X", help="The same for each time one was used."),
-]
-_SeedFlag = Annotated[
-    int | None, _flag("--seed", metavar="N", help="Makes the choice of tokens repeatable.")
-]
-_ThinkFlag = Annotated[
-    str, _flag("--think", metavar="auto|on|off", help="Whether the model thinks first.")
-]
-_HideFlag = Annotated[bool, _flag("--hide-thinking", help="Do not show thoughts.")]
+_HideFlag = Annotated[bool, flag("--hide-thinking", help="Do not show thoughts.")]
 _StatsFlag = Annotated[
     bool | None,
-    _flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off."),
+    flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off."),
 ]
-_PlainFlag = Annotated[bool, _flag("--plain", help="No status line; text as it comes.")]
+_PlainFlag = Annotated[bool, flag("--plain", help="No status line; text as it comes.")]
 
 
 def chat(
@@ -97,17 +56,17 @@ def chat(
     as_json: _JsonFlag = False,
     system: _SystemFlag = None,
     system_file: _SystemFileFlag = None,
-    predict: _PredictFlag = None,
+    predict: options.PredictOption = None,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
-    temp: _TempFlag = None,
-    top_k: _TopKFlag = None,
-    top_p: _TopPFlag = None,
-    min_p: _MinPFlag = None,
-    repeat_penalty: _RepeatFlag = None,
-    presence_penalty: _PresenceFlag = None,
-    frequency_penalty: _FrequencyFlag = None,
-    seed: _SeedFlag = None,
-    think: _ThinkFlag = "auto",
+    temp: options.TempOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    min_p: options.MinPOption = None,
+    repeat_penalty: options.RepeatOption = None,
+    presence_penalty: options.PresenceOption = None,
+    frequency_penalty: options.FrequencyOption = None,
+    seed: options.SeedOption = None,
+    think: options.ThinkOption = "auto",
     hide_thinking: _HideFlag = False,
     pool: options.PoolOption = options.DEFAULTS.pool.text,
     vram: options.VramOption = options.DEFAULTS.vram_gib,

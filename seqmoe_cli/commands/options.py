@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 DEFAULTS = EngineOptions()
 MAX_TOKENS = 10_000_000
 """No flag takes more tokens than this; far above any model's context."""
+
+
+def flag(*names: str, help: str, metavar: str | None = None) -> Any:
+    """A flag whose default the help does not show."""
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
 
 ModelArgument = Annotated[
     str,
@@ -56,6 +62,42 @@ CtxOption = Annotated[
     typer.Option(
         "-c", "--ctx-size", metavar="N", help="Context in tokens, at most the model's own."
     ),
+]
+
+PredictOption = Annotated[
+    int | None, flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
+]
+TempOption = Annotated[
+    float | None, flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
+]
+TopKOption = Annotated[
+    int | None, flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
+]
+TopPOption = Annotated[
+    float | None,
+    flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
+]
+MinPOption = Annotated[
+    float | None,
+    flag("--min-p", metavar="P", help="Leave out what is rarer than this share of the likeliest."),
+]
+RepeatOption = Annotated[
+    float | None,
+    flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
+]
+PresenceOption = Annotated[
+    float | None,
+    flag("--presence-penalty", metavar="X", help="Taken off tokens of the answer; 0 is off."),
+]
+FrequencyOption = Annotated[
+    float | None,
+    flag("--frequency-penalty", metavar="X", help="The same for each time one was used."),
+]
+SeedOption = Annotated[
+    int | None, flag("--seed", metavar="N", help="Makes the choice of tokens repeatable.")
+]
+ThinkOption = Annotated[
+    str, flag("--think", metavar="auto|on|off", help="Whether the model thinks first.")
 ]
 
 
