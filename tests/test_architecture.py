@@ -31,9 +31,13 @@ LAYERS = {
     "seqmoe_cli.paths": set[str](),
     "seqmoe_cli.residency": ENGINE,
     "seqmoe_cli.models": ENGINE,
-    "seqmoe_cli.engine": ENGINE | {"seqmoe_cli.models", "seqmoe_cli.residency", "tokenizers"},
+    "seqmoe_cli.forecast": CALM | {"seqmoe_weights", "torch", "numpy"},
+    "seqmoe_cli.replay": CALM | {"seqmoe_cli.forecast", "numpy"},
+    "seqmoe_cli.engine": ENGINE
+    | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast", "tokenizers"},
     "seqmoe_cli.chat": CALM
-    | {"seqmoe_cli.engine", "seqmoe_weights", "jinja2", "rich", "prompt_toolkit"},
+    | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_weights"}
+    | {"jinja2", "rich", "prompt_toolkit"},
     "seqmoe_cli.bench": CALM
     | {"seqmoe_cli.engine", "seqmoe_cli.chat", "seqmoe_weights", "torch", "rich"},
 }
@@ -82,7 +86,7 @@ def test_imports_follow_the_arrows(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "chat", "bench", "convert", "info", "doctor", "perplexity"]
+    "command", ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace"]
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     program = f"""

@@ -24,6 +24,7 @@ from seqmoe_cli.engine.memory import (
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step, StepStats
 from seqmoe_cli.errors import PromptError
+from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool
@@ -71,6 +72,7 @@ class Engine:
         self._experts = PooledExperts(
             self.pool, expert_format(model.layout), self.config.num_experts
         )
+        self._recorder: TraceRecorder | None = None
 
     @classmethod
     def open(
@@ -186,6 +188,11 @@ class Engine:
                 done += len(wanted)
         return likelihoods.cpu()
 
+    def record(self, recorder: TraceRecorder | None) -> None:
+        """Let `recorder` see every forward from now on; None ends it."""
+        self._recorder = recorder
+        self._experts.observer = None if recorder is None else recorder.routed
+
     def reset_pool(self) -> None:
         """Make the pool cold."""
         self.pool.reset()
@@ -233,6 +240,8 @@ class Engine:
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // layers, len(ids))
             self.kv.commit(chunk)
+            if self._recorder is not None:
+                self._recorder.evaluated(chunk, self._decoder.norm("model.norm", x))
             yield x
 
 

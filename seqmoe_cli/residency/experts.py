@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,6 +11,8 @@ from seqmoe_kernels import combine, expert_pairs
 from seqmoe_kernels.formats import ExpertFormat
 
 MAX_WAVE = 256  # experts that one resolve event takes
+RoutingObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called with (layer, ids [T, K], weights [T, K]) before a layer is computed."""
 
 
 class PooledExperts:
@@ -24,11 +26,14 @@ class PooledExperts:
         self.pool = pool
         self.fmt = fmt
         self.num_experts = num_experts
+        self.observer: RoutingObserver | None = None
 
     def __call__(
         self, layer: int, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """h [T, H], expert ids int32 [T, K], weights f32 [T, K] -> [T, H] in h's dtype."""
+        if self.observer is not None:
+            self.observer(layer, ids, weights)
         pairs = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
         first = layer * self.num_experts
         if ids.shape[0] == 1:  # one token: its K experts are distinct and fit any pool
