@@ -15,6 +15,7 @@ from seqmoe_cli.errors import UsageError
 
 STDIN = "-"
 ROLES = ("system", "user", "assistant")
+_MESSAGES_HINT = 'use [{"role": "user", "content": "..."}]'
 
 
 @dataclass(frozen=True)
@@ -145,25 +146,30 @@ def read_messages(file: str) -> list[Message]:
 
     Raises `UsageError` naming the file and the message.
     """
-    name, hint = f"--messages {file}", 'use [{"role": "user", "content": "..."}]'
+    name = f"--messages {file}"
     try:
         value = json.loads(read_text("--messages", file))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not JSON: {error}", hint) from error
+        raise UsageError(f"{name} is not JSON: {error}", _MESSAGES_HINT) from error
+    return check_messages(name, value)
+
+
+def check_messages(name: str, value: object) -> list[Message]:
+    """`value` as a conversation; raises `UsageError` that starts with `name` if it is none."""
     if not isinstance(value, list) or not value:
-        raise UsageError(f"{name} is not a list of messages", hint)
-    messages = [_message(f"{name}: message {n}", item, hint) for n, item in enumerate(value, 1)]
+        raise UsageError(f"{name} is not a list of messages", _MESSAGES_HINT)
+    messages = [_message(f"{name}: message {n}", item) for n, item in enumerate(value, 1)]
     if messages[-1]["role"] != "user":
-        raise UsageError(f"{name}: the last message is not the user's", hint)
+        raise UsageError(f"{name}: the last message is not the user's", _MESSAGES_HINT)
     return messages
 
 
-def _message(label: str, item: object, hint: str) -> Message:
+def _message(label: str, item: object) -> Message:
     if not isinstance(item, dict):
-        raise UsageError(f"{label} is no object", hint)
+        raise UsageError(f"{label} is no object", _MESSAGES_HINT)
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
         raise UsageError(f"{label} has the role {role!r}", f"use {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise UsageError(f"{label} has no text in content", hint)
-    return {"role": role, "content": check_text(label, content, hint)}
+        raise UsageError(f"{label} has no text in content", _MESSAGES_HINT)
+    return {"role": role, "content": check_text(label, content, _MESSAGES_HINT)}

@@ -13,6 +13,9 @@ def test_help_texts_are_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fill(text) == text, "renew them: python -m tools.readme_help"
 
 
-@pytest.mark.parametrize("command", ["chat", "bench", "convert", "info", "doctor", "perplexity"])
+COMMANDS = ["chat", "bench", "convert", "info", "doctor", "perplexity", "trace"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_shown(command: str) -> None:
     assert f"```\n$ seqmoe {command} --help\nUsage: seqmoe {command} " in README.read_text()
