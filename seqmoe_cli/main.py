@@ -76,8 +76,8 @@ def _run(argv: list[str] | None) -> int:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         return _output_failed(error)
-    except SystemExit as stop:  # how typer and rich leave when the reader of a pipe has gone
-        return _output_failed(stop)
+    except SystemExit as stop:  # after shell completion, or when the reader of a pipe has gone
+        return _output_failed(stop) if stop.code else 0
     return code if isinstance(code, int) else 0
 
 

@@ -109,6 +109,16 @@ def test_a_bug_keeps_its_traceback(error: Exception, register: Register) -> None
         main(["probe"])
 
 
+def test_shell_completion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SEQMOE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "seqmoe chat --po")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert main([]) == 0
+    assert capsys.readouterr() == ("--pool\n", "")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor"], ["doctor", "--json"]])
 @pytest.mark.parametrize(
     ("redirect", "num_lines"), [(">&-", 2), (">/dev/full", 1), (">/dev/full 2>&-", 0)]
