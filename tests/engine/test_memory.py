@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from seqmoe_weights.packed import PackedModel
-from tests.checkpoints import packed_model
 
 from seqmoe_cli.engine.memory import plan_memory
 from seqmoe_cli.errors import ResourceError, UsageError
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_weights.packed import PackedModel
+from tests.checkpoints import packed_model
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoints import packed_model, write_checkpoint
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from tests.checkpoints import packed_model, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
 CASES = [

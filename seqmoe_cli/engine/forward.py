@@ -1,0 +1,62 @@
+"""Forward: token ids through all layers, over the KV state and the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from seqmoe_cli.engine.kv_state import KVState
+from seqmoe_cli.engine.memory import PREFILL_CHUNK
+from seqmoe_cli.models.decoder import Decoder, Experts
+
+PrefillProgress = Callable[[int, int], None]
+
+
+class InterruptedForward(Exception):
+    """The caller asked to stop; the forward under way has not been committed."""
+
+
+class Forward:
+    """Evaluates tokens. Gives the final residual stream; `head` turns rows of it into logits."""
+
+    def __init__(self, decoder: Decoder, kv: KVState, experts: Experts) -> None:
+        self.head = decoder.head
+        self._decoder = decoder
+        self._kv = kv
+        self._experts = experts
+        self._num_layers = decoder.config.num_hidden_layers
+
+    def chunks(
+        self,
+        ids: Sequence[int],
+        on_prefill: PrefillProgress | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[torch.Tensor]:
+        """Evaluate and commit `ids` chunk by chunk, [T, H] each. The chunk size does not depend on
+        the pool, so neither do the bits of the result. Raises `InterruptedForward`."""
+        device = self._kv.keys.device
+        size = PREFILL_CHUNK[device.type]
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            positions = self._kv.begin(len(chunk))
+            x = self._decoder.embed(torch.tensor(chunk, dtype=torch.int64, device=device))
+            for n in range(self._num_layers):
+                if len(chunk) > 1 and stop():
+                    raise InterruptedForward
+                x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+                if on_prefill:
+                    on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
+            self._kv.advance(len(chunk))
+            self._kv.commit(chunk)
+            yield x
+
+    def one(self, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate `token`, int64 [1], after all that the device has seen: [1, H]. Reads nothing
+        back and depends on no number of the host; the caller commits."""
+        positions = self._kv.go_on()
+        x = self._decoder.embed(token)
+        for n in range(self._num_layers):
+            x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+        self._kv.advance(1)
+        return x
