@@ -40,11 +40,11 @@ def random_share(stream: torch.Tensor) -> torch.Tensor:
     z = xor_shifted(z, 30) * _MIX_1
     z = xor_shifted(z, 27) * _MIX_2
     bits = (xor_shifted(z, 31) >> 11) & (2**53 - 1)
-    return torch.mul(bits.double(), 2.0**-53)
+    return bits.double() / 2**53
 
 
 def _penalised(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    repeat, presence, frequency = state.settings[4:]
+    repeat, presence, frequency = state.settings[4:].unbind()
     scaled = torch.where(logits > 0, logits / repeat, logits * repeat)
     logits = torch.where(state.seen, scaled, logits)
     return logits - frequency * state.counts - presence * (state.counts > 0)
@@ -52,7 +52,7 @@ def _penalised(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 def _drawn(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """A token by its probability, after temperature, top-k, top-p and min-p."""
-    temperature, top_k, top_p, min_p = state.settings[:4]
+    temperature, top_k, top_p, min_p = state.settings[:4].unbind()
     logits = logits / temperature.masked_fill(temperature == 0, 1)
     logits, ids = logits.sort(descending=True, stable=True)
     weight = (logits - logits[0]).exp()

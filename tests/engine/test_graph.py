@@ -42,10 +42,11 @@ def open_engine(packed: Path, device: str, dtype: str, pool: str, eager: bool) -
 @pytest.fixture(params=DEVICES)
 def pair(request: pytest.FixtureRequest, packed: Path) -> Iterator[tuple[Engine, Engine]]:
     """An eager engine and one that runs ahead."""
-    engines = [open_engine(packed, request.param, "float32", "45%", eager) for eager in (True, 0)]
-    yield engines[0], engines[1]
-    for engine in engines:
-        engine.close()
+    eager = open_engine(packed, request.param, "float32", "45%", eager=True)
+    ahead = open_engine(packed, request.param, "float32", "45%", eager=False)
+    yield eager, ahead
+    eager.close()
+    ahead.close()
 
 
 def essence(step: Step) -> tuple[object, ...]:
