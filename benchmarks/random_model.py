@@ -2,21 +2,32 @@
 
 Shapes, records and kernels are those of Qwen3-30B-A3B-FP8; the weights mean nothing, so neither
 does the text, and the routing has less locality than that of a trained model.
+
+`python benchmarks/random_model.py --pool all` measures and prints one line of JSON a case;
+`--profile` adds where the device's time goes in one step, kernel by kernel.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
 import numpy as np
 import torch
 
+from benchmarks import step_profile
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.memory import plan_memory
 from seqmoe_cli.engine.stats import TurnStats
@@ -46,8 +57,8 @@ QWEN3_30B_A3B_FP8 = ModelConfig(
 )
 STD = 0.02  # of every weight matrix, as trained models have it
 FP8_STD = 29.0  # of uniformly random e4m3 codes below 0x70 with random signs
-POOLS = ("all", "45%")
-PROMPT, GENERATED, REPETITIONS = 512, 128, 3
+CASES = (("all", "graph"), ("all", "eager"), ("45%", "graph"), ("25%", "graph"))
+PROMPT, GENERATED, REPETITIONS, CTX_SIZE = 512, 128, 3, 4096
 
 
 @dataclass(frozen=True)
@@ -106,58 +117,71 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> dict
     return weights
 
 
-def engines(model: RandomModel) -> Iterator[tuple[str, Engine]]:
-    """One engine per pool size, over one store."""
+def engines(
+    model: RandomModel, cases: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str, Engine]]:
+    """One engine per case (pool size, "graph" or "eager"), over one store."""
     started = time.perf_counter()
     store = random_store(model, pin=True)
     print(f"records made and pinned in {time.perf_counter() - started:.1f} s", flush=True)
-    for pool in POOLS:
-        options = EngineOptions(PoolSize.parse(pool), "cuda", "bfloat16", ctx_size=4096)
+    weights = random_weights(model.config, torch.bfloat16, "cuda")
+    for pool, decode in cases:
+        options = EngineOptions(PoolSize.parse(pool), "cuda", "bfloat16", ctx_size=CTX_SIZE)
         plan = plan_memory(model, options)
-        weights = random_weights(model.config, plan.dtype, "cuda")
         torch.cuda.reset_peak_memory_stats()
-        yield pool, Engine(model, store, plan, weights)
+        yield pool, decode, Engine(model, store, plan, weights, eager=decode == "eager")
+        torch.cuda.synchronize()  # nothing may run when the engine goes
 
 
-def bench() -> dict[str, Any]:
-    """Prompt and decode speed at each pool size, warm, and whether all of them say the same."""
+def bench(
+    cases: Sequence[tuple[str, str]] = CASES, profile: bool = False, generated: int = GENERATED
+) -> dict[str, Any]:
+    """Prompt and decode speed of each case, warm, and whether all of them say the same."""
     layout = RecordLayout.for_experts(2048, 768, "F8_E4M3")
     model = RandomModel(QWEN3_30B_A3B_FP8, layout)
     rows, texts = [], []
-    for pool, engine in engines(model):
-        row, text = _measure(engine)
-        rows.append({"pool": pool, "slots": engine.plan.num_slots, **row})
+    for pool, decode, engine in engines(model, cases):
+        row, text = _measure(engine, generated)
+        rows.append({"pool": pool, "decode": decode, "slots": engine.plan.num_slots, **row})
         texts.append(text)
         print(rows[-1], flush=True)
+        if profile:
+            step_profile.report(engine, _prompt())
         del engine  # its pool must be free before the next one is made
     if any(text != texts[0] for text in texts):
-        raise AssertionError("the text depends on the pool size")
+        raise AssertionError("the text depends on the pool size or on the graph")
     return {
         "shape": "qwen3-30b-a3b-fp8, random weights",
-        "engine": "eager",
         "dtype": "bfloat16",
         "record_bytes": layout.record_bytes,
         "rows": rows,
-        "same_text_at_every_pool_size": True,
+        "same_text_in_every_case": True,
     }
 
 
-def _measure(engine: Engine) -> tuple[dict[str, Any], list[int | None]]:
+def _prompt() -> list[int]:
+    ids: list[int] = torch.randint(
+        0, 150_000, (PROMPT,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    return ids
+
+
+def _measure(engine: Engine, generated: int) -> tuple[dict[str, Any], list[int | None]]:
     """The first run warms pool and kernels up and is not counted."""
-    ids = torch.randint(0, 150_000, (PROMPT,), generator=torch.manual_seed(0)).tolist()
+    ids = _prompt()
     turns, text = [], []
     for repetition in range(REPETITIONS + 1):
         engine.reset_kv()
         turn = TurnStats(len(ids))
         sampling = SamplingParams(seed=repetition)
-        for step in engine.generate(ids, sampling, max_tokens=GENERATED + 1):
+        for step in engine.generate(ids, sampling, max_tokens=generated + 1):
             turn.add(step)
             text.append(step.token_id)
         turns.append(turn)
     timed = turns[1:]
     return {
         f"pp{PROMPT}_tokens_per_s": _spread([t.prefill_tokens_per_second for t in timed]),
-        f"tg{GENERATED}_tokens_per_s": _spread([t.tokens_per_second for t in timed]),
+        f"tg{generated}_tokens_per_s": _spread([t.tokens_per_second for t in timed]),
         "decode_hit_rate": statistics.mean(t.decode_hit_rate for t in timed),
         "misses_per_token": statistics.mean(t.misses_per_token for t in timed),
         "fetch_gb_per_s": statistics.mean(t.decode.fetched_bytes / t.decode_s / 1e9 for t in timed),
@@ -174,3 +198,18 @@ def _measure(engine: Engine) -> tuple[dict[str, Any], list[int | None]]:
 
 def _spread(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.mean(values), "stddev": statistics.stdev(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pool", action="append", help="pool size; may be given more than once")
+    parser.add_argument("--decode", choices=("graph", "eager"), default="graph")
+    parser.add_argument("--generated", type=int, default=GENERATED)
+    parser.add_argument("--profile", action="store_true", help="device time by kernel")
+    args = parser.parse_args()
+    cases = [(pool, args.decode) for pool in args.pool] if args.pool else CASES
+    bench(cases, args.profile, args.generated)
+
+
+if __name__ == "__main__":
+    main()

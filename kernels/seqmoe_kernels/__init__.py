@@ -22,8 +22,10 @@ from seqmoe_kernels.gemv import linear
 from seqmoe_kernels.lookup import Resolved, resolve
 from seqmoe_kernels.mixture import combine
 from seqmoe_kernels.norm import rms_norm
+from seqmoe_kernels.publish import publish, read_entry
 from seqmoe_kernels.rope import rotary
 from seqmoe_kernels.router import route
+from seqmoe_kernels.sampling import SamplingState, sample
 from seqmoe_kernels.transfer import fetch
 
 __all__ = [
@@ -36,14 +38,18 @@ __all__ = [
     "ExpertFormat",
     "PoolState",
     "Resolved",
+    "SamplingState",
     "attention_decode",
     "combine",
     "dequantize",
     "expert_pairs",
     "fetch",
     "linear",
+    "publish",
+    "read_entry",
     "resolve",
     "rms_norm",
     "rotary",
     "route",
+    "sample",
 ]

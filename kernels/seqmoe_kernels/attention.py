@@ -55,7 +55,7 @@ def _span_kernel(
 ):
     kv_head, num_kv_heads = tl.program_id(0), tl.num_programs(0)
     span, num_spans = tl.program_id(1), tl.num_programs(1)
-    count = tl.load(length)
+    count = tl.load(length).to(tl.int32)
     first = span * SPAN
     if first >= count:
         return
@@ -101,7 +101,7 @@ def _merge_kernel(
 ):
     head = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
-    num_spans = tl.cdiv(tl.load(length), SPAN)
+    num_spans = tl.cdiv(tl.load(length).to(tl.int32), SPAN)
     peak = float("-inf")
     total = 0.0
     mixed = tl.zeros((BLOCK_D,), tl.float32)
@@ -132,7 +132,7 @@ def check_attention(
     check("keys", keys, q.dtype, (-1, -1, dim), q.device)
     capacity, num_kv_heads = keys.shape[:2]
     check("values", values, q.dtype, (capacity, num_kv_heads, dim), q.device)
-    check("length", length, torch.int32, (1,), q.device)
+    check("length", length, (torch.int32, torch.int64), (1,), q.device)
     if num_heads % num_kv_heads:
         raise ValueError(f"q has {num_heads} heads, expected a multiple of {num_kv_heads} KV heads")
     if dim > MAX_HEAD_DIM:
@@ -202,8 +202,8 @@ def attention_decode(
     length: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with one token's heads `q` [n, D] over the first `length` (int32 [1], on the same
-    device, at least 1) positions of `keys` and `values` [C, m, D].
+    """Attend with one token's heads `q` [n, D] over the first `length` (int32 or int64 [1], on the
+    same device, at least 1) positions of `keys` and `values` [C, m, D].
 
     Query head i reads KV head i // (n / m). Scores, softmax and sums are f32; the result [n, D] has
     the dtype of `q` and does not depend on the capacity C.

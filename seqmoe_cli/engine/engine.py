@@ -6,28 +6,24 @@ Knows no tokenizer, no template and no terminal.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from seqmoe_cli.engine.decode_graph import Decoding
+from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
-from seqmoe_cli.engine.memory import (
-    HEAD_CHUNK,
-    PREFILL_CHUNK,
-    MemoryPlan,
-    ModelShape,
-    plan_memory,
-)
+from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape, plan_memory
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step, StepStats
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.experts import PooledExperts
-from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_weights.layout import RecordLayout
@@ -35,17 +31,12 @@ from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
 LoadProgress = Callable[[str, int, int], None]
-PrefillProgress = Callable[[int, int], None]
 _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-
-
-class _InterruptedForward(Exception):
-    """The caller asked to stop; the forward under way has not been committed."""
 
 
 class Engine:
@@ -57,7 +48,10 @@ class Engine:
         store: HostStore,
         plan: MemoryPlan,
         weights: dict[str, torch.Tensor],
+        *,
+        eager: bool = False,
     ) -> None:
+        """`eager`: also a GPU decodes operation by operation, without a CUDA graph."""
         self.model = model
         self.config = model.config
         self.plan = plan
@@ -68,17 +62,23 @@ class Engine:
         self.store = store
         self.kv = KVState(self.config, plan.ctx_size, plan.dtype, plan.device)
         self.pool = ExpertPool(plan.num_slots, store.records, plan.device)
-        self._decoder = build_decoder(self.config, weights)
-        self._experts = PooledExperts(
-            self.pool, expert_format(model.layout), self.config.num_experts
-        )
-        self._recorder: TraceRecorder | None = None
+        experts = PooledExperts(self.pool, expert_format(model.layout), self.config.num_experts)
+        self._forward = Forward(build_decoder(self.config, weights), self.kv, experts)
+        sampler = Sampler(self.config.vocab_size, plan.device)
+        use_graph = plan.device.type == "cuda" and not eager
+        self.decoding = Decoding(self._forward, sampler, self.pool, plan.device, not use_graph)
 
     @classmethod
     def open(
-        cls, path: Path, options: EngineOptions, progress: LoadProgress | None = None
+        cls,
+        path: Path,
+        options: EngineOptions,
+        progress: LoadProgress | None = None,
+        *,
+        eager: bool = False,
     ) -> Engine:
-        """Load a packed model. `progress` gets (stage, done bytes, total bytes).
+        """Load a packed model. `progress` gets (stage, done bytes, total bytes); for `eager` see
+        the constructor.
 
         Raises `PackedModelError` for a missing, unfinished or damaged model and `ResourceError`
         when memory does not suffice.
@@ -91,7 +91,7 @@ class Engine:
         weights = model.load_resident(
             plan.device, plan.dtype, lambda done, total: report("weights", done, total)
         )
-        return cls(model, store, plan, weights)
+        return cls(model, store, plan, weights, eager=eager)
 
     @property
     def token_ids(self) -> list[int]:
@@ -118,54 +118,59 @@ class Engine:
         Raises `PromptError` when the prompt is empty or leaves no room in the context.
         """
         self._check_prompt(prompt_ids)
-        stop = interrupted or (lambda: False)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
+        most = self.ctx_size - len(prompt_ids) + 1  # the last token need not fit the context
+        limit = most if max_tokens is None else min(max_tokens, most)
         self.kv.truncate(_common_prefix(self.kv.token_ids, prompt_ids[:-1]))
-        sampler = Sampler(sampling, self.config.vocab_size, prompt_ids, self.device)
-        stats, token = self._step(
-            "prefill", prompt_ids[self.kv.length :], sampler, stop, on_prefill
-        )
-        for produced in itertools.count(1):
+        self.decoding.begin(sampling, prompt_ids, limit - 1)
+        steps = self._steps(prompt_ids, on_prefill, interrupted or (lambda: False))
+        for produced, (stats, token) in enumerate(steps, 1):
+            reason = None
             if token is None:
                 reason = "interrupted"
             elif token in stop_ids:
                 token, reason = None, "stop"
-            elif produced == max_tokens or self.kv.length == self.ctx_size:
+            elif produced == limit:
                 reason = "length"
-            else:
-                yield Step(token, None, stats)
-                stats, token = self._step("decode", [token], sampler, stop)
-                continue
             yield Step(token, reason, stats)
-            return
+            if reason:
+                return
 
-    def _step(
+    def _steps(
         self,
-        phase: str,
-        ids: Sequence[int],
-        sampler: Sampler,
+        prompt_ids: Sequence[int],
+        on_prefill: PrefillProgress | None,
         stop: Callable[[], bool],
-        on_prefill: PrefillProgress | None = None,
-    ) -> tuple[StepStats, int | None]:
-        """Evaluate ids and choose the token after them; None when the caller asked to stop."""
+    ) -> Iterator[tuple[StepStats, int | None]]:
+        """What each forward cost and the token chosen after it, None when the caller asked to
+        stop. The prompt is the first forward; taking a token evaluates the one before it."""
         started, before, held = time.perf_counter(), self.pool.counters(), self.kv.length
-        token = None
-        with contextlib.suppress(_InterruptedForward):
+        taken = None
+        with contextlib.suppress(InterruptedForward):
             if stop():
-                raise _InterruptedForward
-            for x in self._forward_chunks(ids, on_prefill, stop):
+                raise InterruptedForward
+            for x in self._forward.chunks(prompt_ids[held:], on_prefill, stop):
                 last = x[-1:]
-            token = int(sampler(self._decoder.head(last)[0]))
-        after = self.pool.counters()
-        misses = after.misses - before.misses
-        stats = StepStats(
-            phase=phase,
-            num_tokens=self.kv.length - held,
-            hits=after.hits - before.hits,
-            misses=misses,
-            fetched_bytes=misses * self.plan.record_bytes,
-            elapsed_s=time.perf_counter() - started,
-        )
-        return stats, token
+            self.decoding.choose_first(last)
+            taken = self.decoding.take()
+        after = taken.counters if taken else self.pool.counters()
+        costs = self._costs("prefill", self.kv.length - held, before, after)
+        costs = replace(costs, elapsed_s=time.perf_counter() - started)
+        yield costs, taken.token if taken else None
+        while taken and not stop():
+            before, token = taken.counters, taken.token
+            taken = self.decoding.take()
+            self.kv.commit([token])
+            costs = self._costs("decode", 1, before, taken.counters)
+            yield replace(costs, elapsed_s=taken.elapsed_s), taken.token
+        yield StepStats("decode"), None
+
+    def _costs(
+        self, phase: str, num_tokens: int, before: PoolCounters, after: PoolCounters
+    ) -> StepStats:
+        hits, misses = after.hits - before.hits, after.misses - before.misses
+        return StepStats(phase, num_tokens, hits, misses, misses * self.plan.record_bytes)
 
     @torch.inference_mode()
     def log_likelihoods(
@@ -178,20 +183,19 @@ class Engine:
         targets = torch.tensor(ids[1:], dtype=torch.int64, device=self.device)
         likelihoods = torch.empty(len(targets), device=self.device)
         done = 0
-        for x in self._forward_chunks(ids, on_prefill, lambda: False):
+        for x in self._forward.chunks(ids, on_prefill):
             for rows in torch.split(x, HEAD_CHUNK):
                 wanted = targets[done : done + len(rows)]
                 if len(wanted) == 0:  # the last token predicts nothing that is known
                     break
-                logp = self._decoder.head(rows[: len(wanted)]).log_softmax(1)
+                logp = self._forward.head(rows[: len(wanted)]).log_softmax(1)
                 likelihoods[done : done + len(wanted)] = logp.gather(1, wanted[:, None])[:, 0]
                 done += len(wanted)
         return likelihoods.cpu()
 
     def record(self, recorder: TraceRecorder | None) -> None:
-        """Let `recorder` see every forward from now on; None ends it."""
-        self._recorder = recorder
-        self._experts.observer = None if recorder is None else recorder.routed
+        """Let `recorder` see every forward from now on, without a CUDA graph; None ends it."""
+        self._forward.record(recorder)
 
     def reset_pool(self) -> None:
         """Make the pool cold."""
@@ -221,28 +225,6 @@ class Engine:
                 f"token id {max(ids)} is outside the vocabulary of {self.config.vocab_size:,}",
                 "tokenizer.json and config.json do not belong together",
             )
-
-    def _forward_chunks(
-        self, ids: Sequence[int], on_prefill: PrefillProgress | None, stop: Callable[[], bool]
-    ) -> Iterator[torch.Tensor]:
-        """Final residual stream [T, H] chunk by chunk; the chunk size does not depend on the
-        pool, so neither do the bits of the result."""
-        size = PREFILL_CHUNK[self.device.type]
-        layers = self.config.num_hidden_layers
-        for start in range(0, len(ids), size):
-            chunk = ids[start : start + size]
-            positions = self.kv.begin(len(chunk))
-            x = self._decoder.embed(torch.tensor(chunk, dtype=torch.int64, device=self.device))
-            for n in range(layers):
-                if len(chunk) > 1 and stop():
-                    raise _InterruptedForward
-                x = self._decoder.layer(n, x, positions, self.kv, self._experts)
-                if on_prefill:
-                    on_prefill(start + len(chunk) * (n + 1) // layers, len(ids))
-            self.kv.commit(chunk)
-            if self._recorder is not None:
-                self._recorder.evaluated(chunk, self._decoder.norm("model.norm", x))
-            yield x
 
 
 def expert_format(layout: RecordLayout) -> ExpertFormat:

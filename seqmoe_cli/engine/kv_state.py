@@ -23,8 +23,10 @@ class KVSnapshot(NamedTuple):
 class KVState:
     """Room for `ctx_size` tokens: keys and values [layers, ctx_size, m, D] in `dtype`.
 
-    A forward is `begin(T)`, one call per layer, then `commit(ids)`. What has not been committed
-    does not count, so an abandoned forward leaves the state as it was.
+    A forward is `begin(T)`, one call per layer, `advance(T)`, then `commit(ids)`. What has not been
+    committed does not count, so an abandoned forward leaves the state as it was. Where the device
+    is stands on the device: after a forward, those of one token each can follow with `go_on()` in
+    the place of `begin(1)`, whether or not the host has committed the ones before.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class KVState:
         self.ctx_size = ctx_size
         self.token_ids: list[int] = []
         self._scale = config.head_dim**-0.5
-        self._positions = torch.arange(0, device=device)
-        self._visible = torch.zeros(1, dtype=torch.int32, device=device)
+        self._cursor = torch.arange(2, device=device)  # next position, and what a token there sees
+        self._positions = self._cursor[:1]
 
     @property
     def length(self) -> int:
@@ -50,13 +52,25 @@ class KVState:
         return len(self.token_ids)
 
     def begin(self, num_tokens: int) -> torch.Tensor:
-        """Start a forward of `num_tokens` more tokens; their positions, int64 [T]."""
+        """Start a forward of `num_tokens` after those held; their positions, int64 [T]."""
         end = self.length + num_tokens
         if end > self.ctx_size:
             raise ValueError(f"{end} tokens do not fit a context of {self.ctx_size}")
+        torch.arange(self.length, self.length + 2, out=self._cursor)
+        if num_tokens == 1:
+            return self.go_on()
         self._positions = torch.arange(self.length, end, device=self.keys.device)
-        self._visible.fill_(end)
         return self._positions
+
+    def go_on(self) -> torch.Tensor:
+        """Start a forward of the one token after all that the device has seen; its position,
+        int64 [1], is always the same tensor. The caller sees to it that the context has room."""
+        self._positions = self._cursor[:1]
+        return self._positions
+
+    def advance(self, num_tokens: int) -> None:
+        """Let the device go on to the position after this forward's tokens."""
+        self._cursor += num_tokens
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -66,7 +80,7 @@ class KVState:
         keys.index_copy_(0, self._positions, k)
         values.index_copy_(0, self._positions, v)
         if q.shape[0] == 1:
-            out = attention_decode(q[0], keys, values, self._visible, self._scale)
+            out = attention_decode(q[0], keys, values, self._cursor[1:], self._scale)
             return out.reshape(1, -1)
         end = self.length + q.shape[0]
         out = F.scaled_dot_product_attention(
@@ -84,7 +98,7 @@ class KVState:
         return torch.arange(end, device=self.keys.device) <= self._positions.unsqueeze(1)
 
     def commit(self, ids: Sequence[int]) -> None:
-        """End a forward: its tokens are now held."""
+        """Count the tokens of a forward as held."""
         self.token_ids.extend(ids)
 
     def truncate(self, length: int) -> None:

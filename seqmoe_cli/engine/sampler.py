@@ -1,73 +1,44 @@
-"""Sampler: logits -> next token, on the device, without waiting for the host."""
+"""Sampler: logits -> next token, on the device, with settings that change without a new graph."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_kernels import SamplingState, sample
 
 
 class Sampler:
-    """One answer's sampling state: random numbers and the counts that penalties look at.
+    """The sampling state of the answer under way, in tensors that stay where they are.
 
-    Order: penalties, temperature, top-k, top-p, min-p, draw. The repeat penalty divides positive
-    and multiplies negative logits of tokens seen in the prompt or the answer; presence and
-    frequency penalties are subtracted for tokens of the answer alone. Each filter looks at the
-    probabilities that the one before it left over, renormalised. The draw divides probabilities
-    by exponential noise and takes the largest (the Gumbel-max trick), so it needs no host.
+    The order of penalties and filters is that of `seqmoe_kernels.sample`. The same seed gives the
+    same random numbers on every device.
     """
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        vocab_size: int,
-        prompt_ids: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(32))
-        self.params = params
-        self._generator = torch.Generator(device=device).manual_seed(params.seed or 0)
-        self._counts = torch.zeros(vocab_size, device=device)  # f32, tokens of the answer
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._seen[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.state = SamplingState(
+            settings=torch.ones(7, device=device),
+            stream=torch.zeros(2, dtype=torch.int64, device=device),
+            counts=torch.zeros(vocab_size, device=device),
+            seen=torch.zeros(vocab_size, dtype=torch.bool, device=device),
+        )
+
+    def begin(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Start an answer to a prompt."""
+        p, state = params, self.state
+        settings = [p.temperature, p.top_k, p.top_p, p.min_p]
+        settings += [p.repeat_penalty, p.presence_penalty, p.frequency_penalty]
+        state.settings.copy_(torch.tensor(settings))
+        seed = secrets.randbits(32) if p.seed is None else p.seed
+        state.stream.copy_(torch.tensor([seed, 0]))
+        state.counts.zero_()
+        state.seen.zero_()
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=state.seen.device)
+        state.seen.index_fill_(0, prompt, True)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits f32 [vocab_size] -> token id int64 [1], which is then counted as part of the
-        answer."""
-        logits = self._penalised(logits)
-        if self.params.temperature == 0:
-            token = logits.argmax(keepdim=True)
-        else:
-            token = self._draw(logits / self.params.temperature)
-        self._counts[token] += 1
-        self._seen[token] = True
-        return token
-
-    def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        p = self.params
-        if p.repeat_penalty != 1:
-            scaled = torch.where(logits > 0, logits / p.repeat_penalty, logits * p.repeat_penalty)
-            logits = torch.where(self._seen, scaled, logits)
-        if p.presence_penalty or p.frequency_penalty:
-            logits = logits - p.frequency_penalty * self._counts
-            logits = logits - p.presence_penalty * (self._counts > 0)
-        return logits
-
-    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        p = self.params
-        logits, ids = logits.sort(descending=True, stable=True)
-        if 0 < p.top_k < logits.shape[0]:
-            logits, ids = logits[: p.top_k], ids[: p.top_k]
-        probs = logits.softmax(0)
-        if p.top_p < 1:
-            before = probs.cumsum(0) - probs  # the token that crosses top_p is kept
-            probs = probs.where(before < p.top_p, 0)
-        if p.min_p > 0:
-            probs = probs.where(probs >= p.min_p * probs[0], 0)
-        noise = torch.empty_like(probs).exponential_(generator=self._generator)
-        return ids[(probs / noise).argmax(keepdim=True)]
+        """Logits f32 [vocab_size] -> token id int64 [1], which is then part of the answer."""
+        return sample(logits, self.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,13 @@ class PoolCounters(NamedTuple):
 
     hits: int
     misses: int
+
+    @classmethod
+    def checked(cls, values: Sequence[int]) -> PoolCounters:
+        """From the numbers of `PoolState.counters`; a miss without a victim is a broken program."""
+        if values[NO_VICTIM]:
+            raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
+        return cls(values[HITS], values[MISSES])
 
 
 class ExpertPool:
@@ -56,10 +64,7 @@ class ExpertPool:
 
     def counters(self) -> PoolCounters:
         """Read the counters (waits for the device)."""
-        values = self.state.counters.tolist()
-        if values[NO_VICTIM]:
-            raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
-        return PoolCounters(values[HITS], values[MISSES])
+        return PoolCounters.checked(self.state.counters.tolist())
 
     def reset(self) -> None:
         """Make the pool cold: every slot EMPTY. Tags go on counting."""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from seqmoe_cli.engine.decode_graph import EagerSteps
 from seqmoe_cli.engine.engine import Engine
+from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
@@ -23,10 +25,16 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed_model(tmp_path_factory.mktemp("engine") / "model", "qwen3_moe")
 
 
-@pytest.fixture
-def engine(packed: Path) -> Iterator[Engine]:
-    options = EngineOptions(PoolSize.parse("45%"), "cpu", "float32", ctx_size=600)
-    engine = Engine.open(packed, options)
+@pytest.fixture(params=["cpu", "ahead", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(packed: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """On a CPU with each step when it is asked for, then with steps that run ahead of the host."""
+    device = "cuda" if request.param == "cuda" else "cpu"
+    engine = Engine.open(
+        packed, EngineOptions(PoolSize.parse("45%"), device, "float32", ctx_size=600)
+    )
+    if request.param == "ahead":
+        assert isinstance(engine.decoding.issue, EagerSteps)
+        engine.decoding.issue.ahead = 1
     yield engine
     engine.close()
 
@@ -115,7 +123,8 @@ def test_prefill_progress_grows_to_the_end(engine: Engine) -> None:
     next(engine.generate(ids, GREEDY, on_prefill=lambda done, total: seen.append((done, total))))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (520, 520)
-    assert len(seen) == 3 * engine.config.num_hidden_layers  # chunks of 256
+    num_chunks = -(-len(ids) // PREFILL_CHUNK[engine.device.type])
+    assert len(seen) == num_chunks * engine.config.num_hidden_layers
 
 
 def test_reset_pool_makes_it_cold(engine: Engine) -> None:

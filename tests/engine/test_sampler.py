@@ -17,10 +17,17 @@ def params(**changes: float) -> SamplingParams:
     return SamplingParams(**{**OFF.__dict__, **changes})
 
 
+def sampler_for(p: SamplingParams, vocab_size: int) -> Sampler:
+    """At the start of an answer to a prompt that is token 0."""
+    sampler = Sampler(vocab_size, CPU)
+    sampler.begin(p, [0])
+    return sampler
+
+
 def drawn(p: SamplingParams, logits: torch.Tensor = LOGITS, count: int = 400) -> torch.Tensor:
     """Shares of the tokens over `count` independent answers."""
     tokens = [
-        int(Sampler(params(**{**p.__dict__, "seed": seed}), len(logits), [0], CPU)(logits))
+        int(sampler_for(params(**{**p.__dict__, "seed": seed}), len(logits))(logits))
         for seed in range(count)
     ]
     return torch.tensor(tokens).bincount(minlength=len(logits)) / count
@@ -55,13 +62,13 @@ def test_filters_keep_the_likeliest(changes: dict[str, float], kept: int) -> Non
 
 
 def test_greedy_ignores_the_filters() -> None:
-    sampler = Sampler(params(temperature=0, top_k=3, top_p=0.1), 5, [0], CPU)
+    sampler = sampler_for(params(temperature=0, top_k=3, top_p=0.1), 5)
     assert [int(sampler(LOGITS)) for _ in range(3)] == [0, 0, 0]
 
 
 def test_same_seed_same_text() -> None:
     def text(seed: int | None) -> list[int]:
-        sampler = Sampler(params(seed=seed), 50, [0], CPU)  # type: ignore[arg-type]
+        sampler = sampler_for(params(seed=seed), 50)  # type: ignore[arg-type]
         return [int(sampler(torch.zeros(50))) for _ in range(30)]
 
     assert text(1) == text(1)
@@ -71,15 +78,15 @@ def test_same_seed_same_text() -> None:
 
 def test_repeat_penalty_sees_prompt_and_answer() -> None:
     logits = torch.tensor([2.0, 1.9, 1.8, -1.0])
-    sampler = Sampler(params(temperature=0, repeat_penalty=1.5), 4, [0], CPU)
+    sampler = sampler_for(params(temperature=0, repeat_penalty=1.5), 4)
     assert [int(sampler(logits)) for _ in range(2)] == [1, 2]  # 0 stands in the prompt
-    sampler = Sampler(params(temperature=0, repeat_penalty=3.0), 2, [0], CPU)
+    sampler = sampler_for(params(temperature=0, repeat_penalty=3.0), 2)
     assert int(sampler(torch.tensor([-1.0, -2.0]))) == 1  # negative logits grow more negative
 
 
 def test_presence_and_frequency_count_the_answer_alone() -> None:
     logits = torch.tensor([2.0, 1.5, 0.0])
-    sampler = Sampler(params(temperature=0, presence_penalty=1.0), 3, [0], CPU)
+    sampler = sampler_for(params(temperature=0, presence_penalty=1.0), 3)
     assert [int(sampler(logits)) for _ in range(4)] == [0, 1, 0, 0]
-    sampler = Sampler(params(temperature=0, frequency_penalty=0.4), 3, [0], CPU)
+    sampler = sampler_for(params(temperature=0, frequency_penalty=0.4), 3)
     assert [int(sampler(logits)) for _ in range(4)] == [0, 0, 1, 0]

@@ -22,6 +22,7 @@ from seqmoe_kernels.gemv import linear_triton
 from seqmoe_kernels.lookup import resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import rms_norm_triton
+from seqmoe_kernels.publish import publish_triton
 from seqmoe_kernels.rope import rotary_triton
 from seqmoe_kernels.router import route_triton
 from seqmoe_kernels.transfer import fetch_triton
@@ -90,6 +91,7 @@ def call_residency_kernels() -> None:
     clock, counters = tensor(1, dtype=torch.int64), tensor(3, dtype=torch.int64)
     pool = PoolState(tensor(6144), narrow, narrow, wide, wide, wide, clock, counters)
     resolve_triton(tensor(TOP_K), pool)
+    publish_triton(clock, counters, tensor(64, 4, dtype=torch.int64), clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
     fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1))
 

@@ -18,6 +18,7 @@ KERNELS = {
     "_gate_up_kernel",
     "_gemv_kernel",
     "_merge_kernel",
+    "_publish_kernel",
     "_resolve_kernel",
     "_rms_norm_kernel",
     "_rotary_kernel",

@@ -79,7 +79,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
                 torch.zeros(1, 288), torch.zeros(4, 1, 288), torch.zeros(4, 1, 288), ints(1), 1.0
             ),
         ),
-        ("torch.int64", lambda: attention_decode_triton(heads[:2], kv, kv, ints(1).long(), 1.0)),
+        ("torch.float32", lambda: attention_decode_triton(heads[:2], kv, kv, ints(1).float(), 1.0)),
     ]
 
 

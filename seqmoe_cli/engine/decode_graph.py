@@ -1,0 +1,140 @@
+"""Decoding: one step after the other, some of them ahead of the host, on a GPU as one CUDA graph.
+
+A step evaluates the token chosen last, chooses the next one and publishes it in the ring. It runs
+without the host: the token, its position, the sampling settings and the pool are device tensors at
+fixed addresses. So it can be captured once and replayed for every token of every answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from seqmoe_cli.engine.forward import Forward
+from seqmoe_cli.engine.ring import TokenRing
+from seqmoe_cli.engine.sampler import Sampler
+from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
+from seqmoe_cli.settings import SamplingParams
+
+REPLAYS_AHEAD = 1  # a stop token or an interruption wastes as many
+
+
+class Taken(NamedTuple):
+    """A chosen token, the pool's counters after its step, and how long the step took: since it was
+    asked for or since the one before was taken, whichever is later."""
+
+    token: int
+    counters: PoolCounters
+    elapsed_s: float
+
+
+class Issuer(Protocol):
+    """How steps get to the device. `ahead`: how many shall be queued beyond the one awaited."""
+
+    @property
+    def ahead(self) -> int: ...
+    def __call__(self) -> None: ...
+
+
+class EagerSteps:
+    """Runs the step operation by operation."""
+
+    def __init__(self, step: Callable[[], None], ahead: int = 0) -> None:
+        self.ahead = ahead
+        self._step = step
+
+    def __call__(self) -> None:
+        self._step()
+
+
+class GraphSteps:
+    """Replays the step as one CUDA graph. The first step of all runs eagerly, which compiles its
+    kernels; the second is captured."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._step = step
+        self._is_warm = False
+
+    @property
+    def ahead(self) -> int:
+        return REPLAYS_AHEAD if self.graph else 0
+
+    def __call__(self) -> None:
+        if not self._is_warm:
+            self._step()
+            self._is_warm = True
+            return
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # records, runs nothing
+                self._step()
+            self.graph = graph
+        self.graph.replay()
+
+
+class Decoding:
+    """The tokens of one answer at a time: `begin`, `choose_first`, then `take` until enough.
+
+    Steps that were issued and never taken have no effect but in the pool: the KV state counts what
+    is committed, and `begin` puts everything else back.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: Sampler,
+        pool: ExpertPool,
+        device: torch.device,
+        eager: bool,
+    ) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._pool = pool
+        self._ring = TokenRing(device)
+        self._token = torch.zeros(1, dtype=torch.int64, device=device)
+        self._awaited: deque[tuple[int, float]] = deque()  # entries asked for: number, when
+        self._taken_at = 0.0
+        self._num_left = 0  # steps that may still be issued
+        self._eager_steps = EagerSteps(self._step)
+        self.issue: Issuer = self._eager_steps if eager else GraphSteps(self._step)
+
+    def begin(self, params: SamplingParams, prompt_ids: Sequence[int], max_steps: int) -> None:
+        """Start an answer of at most `max_steps` steps beside the first token."""
+        self._sampler.begin(params, prompt_ids)
+        self._ring.begin()
+        self._awaited.clear()
+        self._num_left = max_steps
+
+    def choose_first(self, x: torch.Tensor) -> None:
+        """Queue the choice of the first token, after the prompt's last row x [1, H]."""
+        self._ask(lambda: self._choose(x))
+
+    def take(self) -> Taken:
+        """The next token. Steps that may run ahead are queued before it is waited for."""
+        issue = self._eager_steps if self._forward.is_recorded else self.issue
+        while self._num_left and len(self._awaited) < 1 + issue.ahead:
+            self._num_left -= 1
+            self._ask(issue)
+        number, asked_at = self._awaited.popleft()
+        token, counters = self._ring.wait(number)
+        before, self._taken_at = max(asked_at, self._taken_at), time.perf_counter()
+        return Taken(token, counters, self._taken_at - before)
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        """Queue work that publishes one entry. Its number is used up first, so that work broken off
+        in the middle is never taken for what comes after it."""
+        self._awaited.append((self._ring.next_number, time.perf_counter()))
+        self._ring.next_number += 1
+        work()
+
+    def _step(self) -> None:
+        self._choose(self._forward.one(self._token))
+
+    def _choose(self, x: torch.Tensor) -> None:
+        self._token.copy_(self._sampler(self._forward.head(x)[0]))
+        self._ring.put(self._token, self._pool.state.counters)

@@ -1,0 +1,82 @@
+"""Forward: token ids through all layers, over the KV state and the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from seqmoe_cli.engine.kv_state import KVState
+from seqmoe_cli.engine.memory import PREFILL_CHUNK
+from seqmoe_cli.forecast.recorder import TraceRecorder
+from seqmoe_cli.models.decoder import Decoder
+from seqmoe_cli.residency.experts import PooledExperts
+
+PrefillProgress = Callable[[int, int], None]
+
+
+class InterruptedForward(Exception):
+    """The caller asked to stop; the forward under way has not been committed."""
+
+
+class Forward:
+    """Evaluates tokens. Gives the final residual stream; `head` turns rows of it into logits."""
+
+    def __init__(self, decoder: Decoder, kv: KVState, experts: PooledExperts) -> None:
+        self.head = decoder.head
+        self._decoder = decoder
+        self._kv = kv
+        self._experts = experts
+        self._num_layers = decoder.config.num_hidden_layers
+        self._recorder: TraceRecorder | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the host looks into every forward, so that none may run without it."""
+        return self._recorder is not None
+
+    def record(self, recorder: TraceRecorder | None) -> None:
+        """Let `recorder` see the routing and the end of every forward; None ends it."""
+        self._recorder = recorder
+        self._experts.observer = None if recorder is None else recorder.routed
+
+    def chunks(
+        self,
+        ids: Sequence[int],
+        on_prefill: PrefillProgress | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[torch.Tensor]:
+        """Evaluate and commit `ids` chunk by chunk, [T, H] each. The chunk size does not depend on
+        the pool, so neither do the bits of the result. Raises `InterruptedForward`."""
+        device = self._kv.keys.device
+        size = PREFILL_CHUNK[device.type]
+        for start in range(0, len(ids), size):
+            chunk = ids[start : start + size]
+            positions = self._kv.begin(len(chunk))
+            x = self._decoder.embed(torch.tensor(chunk, dtype=torch.int64, device=device))
+            for n in range(self._num_layers):
+                if len(chunk) > 1 and stop():
+                    raise InterruptedForward
+                x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+                if on_prefill:
+                    on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
+            self._kv.advance(len(chunk))
+            self._kv.commit(chunk)
+            self._tell_recorder(chunk, x)
+            yield x
+
+    def one(self, token: torch.Tensor) -> torch.Tensor:
+        """Evaluate `token`, int64 [1], after all that the device has seen: [1, H]. Reads nothing
+        back and depends on no number of the host; the caller commits."""
+        positions = self._kv.go_on()
+        x = self._decoder.embed(token)
+        for n in range(self._num_layers):
+            x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+        self._kv.advance(1)
+        if self._recorder is not None:
+            self._tell_recorder([int(token)], x)
+        return x
+
+    def _tell_recorder(self, ids: Sequence[int], x: torch.Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.evaluated(ids, self._decoder.norm("model.norm", x))
