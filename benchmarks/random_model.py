@@ -1,7 +1,8 @@
 """A full-size model of random weights, built straight into host memory, and how fast it decodes.
 
 Shapes, records and kernels are those of Qwen3-30B-A3B-FP8; the weights mean nothing, so neither
-does the text, and the routing has less locality than that of a trained model.
+does the text, and the routing follows the token alone: it has none of the locality of a trained
+model, which makes it the worst case for a pool.
 
 `python benchmarks/random_model.py --pool all` measures and prints one line of JSON a case;
 `--profile` adds where the device's time goes in one step, kernel by kernel.
@@ -61,6 +62,12 @@ CASES = (("all", "graph"), ("all", "eager"), ("45%", "graph"), ("25%", "graph"))
 PROMPT, GENERATED, REPETITIONS, CTX_SIZE = 512, 128, 3, 4096
 
 
+def output_std(config: ModelConfig) -> float:
+    """Of the matrices that add to the residual stream: what all layers add together must not
+    outweigh the token, or all tokens are routed alike."""
+    return STD / (2 * config.num_hidden_layers) ** 0.5
+
+
 @dataclass(frozen=True)
 class RandomModel:
     """What the engine asks of a model, without a folder."""
@@ -84,10 +91,10 @@ def random_store(model: RandomModel, pin: bool) -> HostStore:
         record = records[expert]
         at = 64 * (expert % (layout.record_bytes // 64))
         record[:] = noise[at : at + layout.record_bytes]
-        for name in ("gate_scale", "up_scale", "down_scale"):
-            part = layout[name]
+        for name, std in (("gate", STD), ("up", STD), ("down", output_std(model.config))):
+            part = layout[f"{name}_scale"]
             scales = record[part.offset : part.offset + part.num_bytes].view(np.float32)
-            scales[:] = STD / FP8_STD
+            scales[:] = std / FP8_STD
         stamp = layout["stamp"].offset
         record[stamp : stamp + 8].view(np.int64)[:] = expert
 
@@ -108,10 +115,11 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> dict
             codes |= torch.randint(0, 2, spec.shape, dtype=torch.uint8, device=device) << 7
             weights[spec.name] = codes.view(torch.float8_e4m3fn)
             scale = scale_spec(spec)
-            weights[scale.name] = torch.full(scale.shape, STD / FP8_STD, device=device)
+            std = output_std(config) if "o_proj" in spec.name else STD
+            weights[scale.name] = torch.full(scale.shape, std / FP8_STD, device=device)
         elif len(spec.shape) == 1:
             weights[spec.name] = torch.ones(spec.shape, dtype=dtype, device=device)
-        else:  # the token must outweigh what layers add to it, or all tokens route alike
+        else:
             std = 1.0 if "embed_tokens" in spec.name else STD
             weights[spec.name] = (std * torch.randn(spec.shape, device=device)).to(dtype)
     return weights
