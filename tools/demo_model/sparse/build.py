@@ -13,13 +13,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tools.demo_model.checkpoint import write_checkpoint
+from tools.demo_model.checkpoint import SAMPLING, write_checkpoint
 from tools.demo_model.source import packaged_gguf, read_gguf
 from tools.demo_model.sparse.decoder import LINEARS, NORMS
 from tools.demo_model.sparse.delta import read_delta
 
 DELTA = Path(__file__).parent / "delta.safetensors"
 TOP_K = 2
+REPETITION_PENALTY = 1.1  # without it, long answers of so small a model tend to loop
 
 
 def sparse_config(dense: dict[str, Any], delta: dict[str, Tensor], top_k: int) -> dict[str, Any]:
@@ -76,15 +77,17 @@ def _experts(
         }
 
 
-def main() -> None:
-    """Write the checkpoint to the folder named on the command line."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m tools.demo_model.sparse.build FOLDER")
+def make_checkpoint(folder: Path) -> Path:
+    """Write the checkpoint to `folder`; raises `FileNotFoundError` without the dense weights."""
     dense, delta = read_gguf(packaged_gguf()), load_file(DELTA)
     config = sparse_config(dense.config, delta, TOP_K)
     tensors = sparse_tensors(dense.tensors, delta)
-    write_checkpoint(Path(sys.argv[1]), config, tensors, dense.tokenizer)
+    sampling = SAMPLING | {"repetition_penalty": REPETITION_PENALTY}
+    write_checkpoint(folder, config, tensors, dense.tokenizer, sampling)
+    return folder
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tools.demo_model.sparse.build FOLDER")
+    make_checkpoint(Path(sys.argv[1]))
