@@ -1,4 +1,4 @@
-# make demo                     chat with the demo model
+# make demo                     chat with the demo model, 45 % of its experts in the pool
 # make demo PROMPT="a question" one answer on stdout
 # make test                     lint, types, tests
 # make gpu-check                GPU tests and a short bench, with the python that has torch and CUDA
@@ -9,7 +9,9 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip -qq --disable-pip-version-check
-DEMO := .demo/smollm2-moe
+DEMO := .demo/smollm2-sparse
+DEMO_TOOLS := $(wildcard tools/demo_model/*.py) \
+	$(addprefix tools/demo_model/sparse/,build.py decoder.py delta.py delta.safetensors)
 MAKEFLAGS += --no-print-directory
 
 # Taken from the command line only (some shells export a PROMPT of their own), and not expanded.
@@ -24,9 +26,9 @@ endif
 
 demo: .demo/ready
 ifeq ($(origin PROMPT),override)
-	@$(RUN) -m seqmoe_cli chat $(DEMO) -p "$$PROMPT"
+	@$(RUN) -m seqmoe_cli chat $(DEMO) --pool 45% -p "$$PROMPT"
 else
-	@$(RUN) -m seqmoe_cli chat $(DEMO)
+	@$(RUN) -m seqmoe_cli chat $(DEMO) --pool 45%
 endif
 
 test: .venv/test
@@ -59,9 +61,9 @@ clean:
 	@$(PIP) install -e '.[demo,test]'
 	@touch $@
 
-.demo/ready: .venv/demo $(wildcard tools/demo_model/*.py)
+.demo/ready: .venv/demo $(DEMO_TOOLS)
 	@echo "preparing the demo model in .demo (once)" >&2
-	@$(RUN) -m tools.demo_model.split .demo/checkpoint >&2
+	@$(RUN) -m tools.demo_model.sparse.build .demo/checkpoint >&2
 	@$(RUN) -m seqmoe_cli convert .demo/checkpoint $(DEMO) --force >&2
 	@rm -rf .demo/checkpoint
 	@touch $@
