@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("answer-length", int, 320, "tokens an answer may take"),
         ("probe-seconds", float, 18.0, "for the trial of each rate, if there are several"),
         ("distance", float, 0.5, "weight of the residual stream's distance, falling to 0"),
-        ("balance", float, 0.3, "weight of the balance loss, mean over layers"),
+        ("balance", float, 0.02, "weight of the balance loss, mean over layers"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=value, help=f"{meaning} ({value})")
     parser.add_argument(
