@@ -68,7 +68,7 @@ def packed(
 
 @pytest.fixture(scope="session")
 def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as a Hugging Face checkpoint; skipped when its source is not installed."""
+    """SmolLM2, split, as a Hugging Face checkpoint; skipped when its source is not installed."""
     pytest.importorskip("gguf")
     from tools.demo_model.split import make_checkpoint
 
@@ -80,7 +80,7 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, converted. Tests must not change it."""
+    """The split model, converted. Tests must not change it."""
     from seqmoe_weights.convert import convert
 
     target = tmp_path_factory.mktemp("demo") / "packed"

@@ -1,4 +1,4 @@
-"""The demo model computes what SmolLM2 computes and reads text as SmolLM2 reads it.
+"""The split model computes what SmolLM2 computes and reads text as SmolLM2 reads it.
 
 The oracle is transformers, which reads the same GGUF file by its own code.
 """
