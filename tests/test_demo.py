@@ -72,6 +72,18 @@ def test_split_model_computes_what_the_dense_one_does(
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
 
 
+def test_variable_names_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    from tools.demo_model.source import VARIABLE, packaged_gguf
+
+    named = tmp_path / "somewhere.gguf"
+    monkeypatch.setenv(VARIABLE, str(named))
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{VARIABLE}={named}")):
+        packaged_gguf()
+    named.touch()
+    assert packaged_gguf() == named
+
+
 @pytest.mark.parametrize(
     ("question", "words"),
     [
