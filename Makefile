@@ -38,7 +38,7 @@ test: .venv/test
 	@echo "pytest" && $(RUN) -m pytest -q
 
 gpu-check:
-	@PYTHONPATH=.:kernels:weights $(PYTHON) benchmarks/gpu_check.py
+	@PYTHONPATH=.:kernels:weights:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py
 
 clean:
 	rm -rf .venv .demo

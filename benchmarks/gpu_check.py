@@ -82,12 +82,12 @@ def main() -> int:
         "python": sys.version.split()[0],
         **{key: value for key, value in vars(machine).items() if key != "build_commit"},
     }
-    for name in args.only or PARTS:
-        record[name] = run_part(name, parts[name])
     gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu_info.lower()).strip("-")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{record['date']}-{gpu}-{commit[:9]}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    for name in args.only or PARTS:
+        record[name] = run_part(name, parts[name])
+        path.write_text(json.dumps(record, indent=2) + "\n")  # what is known, come what may
     print(f"wrote {path}")
     return 0 if all(record[name]["ok"] for name in args.only or PARTS) else 1
 

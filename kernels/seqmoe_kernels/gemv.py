@@ -135,8 +135,9 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
-    """A warp reads up to 512 bytes of a row at once, so that the bits of a row do not depend on how
-    many rows a program has: as many as leave two programs for every multiprocessor."""
+    """A warp reads up to 512 bytes of a row at once; a program has as many rows as leave two
+    programs for every multiprocessor. Depends on shape, dtype and device alone, never on data or
+    on the pool: another tiling may round a sum differently."""
     widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
     columns = min(widths, key=lambda width: _padded(cols, width))
     tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
