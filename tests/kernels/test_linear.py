@@ -92,9 +92,7 @@ def test_gemv_fp8(
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
 
 
-def test_the_tiling_changes_rounding_at_most(
-    device: torch.device, gen: torch.Generator
-) -> None:
+def test_the_tiling_changes_rounding_at_most(device: torch.device, gen: torch.Generator) -> None:
     x = torch.randn((1, 640), generator=gen)
     weight, scale = random_fp8(gen, 24, 640)
     arguments = [tensor.to(device) for tensor in (x, weight, scale)]
