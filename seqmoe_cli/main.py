@@ -73,7 +73,7 @@ def _run(argv: list[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
             raise
         return _output_failed(error)
     except SystemExit as stop:  # after shell completion, or when the reader of a pipe has gone
@@ -83,7 +83,8 @@ def _run(argv: list[str] | None) -> int:
 
 def _fail(message: str, hint: str, code: int) -> int:
     """Print one or two lines on stderr; returns `code`."""
-    print(f"seqmoe: {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal itself may be gone
+        print(f"seqmoe: {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
     return code
 
 
