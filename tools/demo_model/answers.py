@@ -24,7 +24,7 @@ from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 
 PROMPTS = Path(__file__).parent / "sparse" / "prompts.json"
-MAX_TOKENS = 300
+MAX_TOKENS = 500
 POOL = "45%"
 SEED = 0
 
