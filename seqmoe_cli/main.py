@@ -4,8 +4,8 @@ code. Imports no torch; each command imports what it needs when it runs."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None:  # closed by the caller: files opened later would take its place
         return _fail("standard output is closed", "redirect it to a file or to /dev/null", 1)
     code = _run(argv)
+    if code == 130 and argv is None:  # pressed again while the interpreter ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -73,8 +75,8 @@ def _run(argv: list[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
-            raise
+        if error.filename is not None:
+            return _fail(f"cannot read or write {error.filename}: {error.strerror}", "", 1)
         return _output_failed(error)
     except SystemExit as stop:  # after shell completion, or when the reader of a pipe has gone
         return _output_failed(stop) if stop.code else 0

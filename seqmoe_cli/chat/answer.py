@@ -49,6 +49,7 @@ class AnswerStream:
             if step.token_id is not None:
                 self.token_ids.append(step.token_id)
                 yield self._keep(self._split(self._decoder.push(step.token_id)))
+        yield self._keep(self._split(self._decoder.finish()))
         if self._splitter:
             yield self._keep(self._splitter.finish())
 

@@ -33,7 +33,7 @@ def run_repl(chat: Chat) -> int:
         chat.interrupted = interrupts.pressed
         while not chat.leaving:
             try:
-                line = session.prompt(PROMPT)
+                line = session.prompt(PROMPT, handle_sigint=False)
             except KeyboardInterrupt:
                 chat.say("Ctrl-D or /exit leaves")
                 continue

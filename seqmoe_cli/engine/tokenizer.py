@@ -94,6 +94,14 @@ class TextStream:
             self._before, self._pending = self._pending, []
         return new
 
+    def finish(self) -> str:
+        """What was held back, when no more ids come: bytes that make no character show as U+FFFD,
+        so that all pieces together are the text of all ids."""
+        text, before = self._decode(self._before + self._pending), self._decode(self._before)
+        new = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
+        self._before, self._pending = [], []
+        return new
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty when the file is absent.

@@ -66,9 +66,24 @@ def test_stream_survives_any_ids(tokenizer: Tokenizer) -> None:
             _stream(each, [rng.randrange(size) for _ in range(80)])
 
 
-def test_half_a_character_at_the_end_is_left_out(tokenizer: Tokenizer) -> None:
+def test_half_a_character_waits_for_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a😀")[:-1]
-    assert "".join(_stream(tokenizer, ids)) == "a"
+    stream = tokenizer.stream()
+    assert "".join(stream.push(i) for i in ids) == "a"
+    assert "a" + stream.finish() == tokenizer.decode(ids)
+    assert stream.finish() == ""
+
+
+def test_pieces_are_the_text_of_all_ids(tokenizer: Tokenizer) -> None:
+    rng = random.Random(1)
+    size = tokenizer.backend.get_vocab_size()
+    same = 0
+    for _ in range(200):
+        ids = [rng.randrange(size) for _ in range(6)]
+        stream = tokenizer.stream()
+        text = "".join(stream.push(i) for i in ids) + stream.finish()
+        same += text == tokenizer.decode(ids)
+    assert same == 200
 
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:

@@ -99,7 +99,7 @@ def test_an_interrupt_is_130(register: Register) -> None:
     assert main(["probe"]) == 130
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.ENOSPC, "full", "file")])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("another")])
 def test_a_bug_keeps_its_traceback(error: Exception, register: Register) -> None:
     def probe() -> None:
         raise error
@@ -144,3 +144,15 @@ def test_a_reader_that_has_gone_fails_quietly(arguments: list[str]) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("seqmoe: cannot write the output: ")
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    register: Register, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def probe() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/secret")
+
+    register(probe)
+    assert main(["probe"]) == 1
+    err = capsys.readouterr().err
+    assert err == "seqmoe: cannot read or write /models/secret: Permission denied\n"

@@ -96,6 +96,22 @@ def test_force_over_a_damaged_or_newer_manifest(tmp_path: Path, checkpoint: Chec
     assert contents(target) == before
 
 
+@pytest.mark.parametrize("manifest", [None, "{"])
+def test_force_over_a_lost_or_broken_manifest(
+    tmp_path: Path, checkpoint: Checkpoint, manifest: str | None
+) -> None:
+    source, target = checkpoint("olmoe"), tmp_path / "packed"
+    convert(source, target, "keep", False)
+    before = contents(target)
+    (target / "manifest.json").unlink()
+    if manifest is not None:
+        (target / "manifest.json").write_text(manifest, "utf-8")
+    with pytest.raises(PackedModelError, match="damaged"):
+        convert(source, target, "keep", False)
+    convert(source, target, "keep", True)
+    assert contents(target) == before
+
+
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "manifest.json", ".convert.json"])
 def test_a_folder_of_somebody_else_is_never_touched(

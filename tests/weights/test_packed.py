@@ -118,6 +118,9 @@ MANIFESTS: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["files"].pop("config.json"), "damaged"),
     (lambda m: m["files"].pop("experts-00001.bin"), "contradicts config.json"),
     (lambda m: m["files"].pop("resident.safetensors"), "contradicts config.json"),
+    (lambda m: m.update(num_layers=10**12), "contradicts config.json"),
+    (lambda m: m.update(num_experts=1), "contradicts config.json"),
+    (lambda m: m.update(family="mixtral"), "contradicts config.json"),
     (lambda m: m["files"]["experts-00001.bin"]["sha256"].pop(), "damaged"),
     (lambda m: m["layout"]["parts"][1].update(offset=0), "contradicts config.json"),
     (lambda m: m["layout"]["parts"][0].update(dtype="BF16"), "contradicts config.json"),
@@ -193,3 +196,10 @@ def test_resident_dtypes(model: Path, dtype: torch.dtype) -> None:
             assert tensor.dtype == torch.float8_e4m3fn
         else:
             assert tensor.dtype == dtype
+
+
+def test_lost_manifest_is_named(model: Path) -> None:
+    (model / "manifest.json").unlink()
+    with pytest.raises(PackedModelError, match=r"manifest\.json is missing in ") as caught:
+        PackedModel.open(model)
+    assert "--force" in caught.value.hint

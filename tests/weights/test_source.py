@@ -45,6 +45,21 @@ def test_missing_tensor(tmp_path: Path, copy_checkpoint: Checkpoint, name: str) 
     assert refusal(source).message == f"model.safetensors: tensor {name} is missing"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
+        "model.layers.3.input_layernorm.weight",
+    ],
+)
+def test_tensor_without_a_place(tmp_path: Path, copy_checkpoint: Checkpoint, name: str) -> None:
+    source = copy_checkpoint("qwen3_moe")
+    change_tensors(source, lambda tensors: tensors.update({name: torch.ones(128)}))
+    said = refusal(source).message
+    assert said.startswith(f"model.safetensors: tensor {name} has no place")
+
+
 CONTRADICTIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = [
     (EXPERT, lambda t: t[:-1].contiguous(), "shape [127, 128], not [128, 128]"),
     (EXPERT, lambda t: t.to(torch.bfloat16), "dtype BF16, not F8_E4M3"),

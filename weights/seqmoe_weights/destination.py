@@ -10,7 +10,15 @@ from typing import Any
 
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
 from seqmoe_weights.files import PART_SUFFIX, FileHashes, sync_folder, write_json
-from seqmoe_weights.manifest import FORMAT, JOURNAL_FILE, MANIFEST_FILE, Manifest, read_manifest
+from seqmoe_weights.manifest import (
+    FORMAT,
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    is_experts_file,
+    read_manifest,
+)
+from seqmoe_weights.resident import RESIDENT_FILE
 
 _OWN_NAMES = re.compile(
     r"(manifest\.json|\.convert\.json|resident\.safetensors|experts-\d{5}\.bin|config\.json"
@@ -95,6 +103,8 @@ class Destination:
             own = entry.is_file() and _is_own(entry.name, copied)
             (found.own_files if own else found.foreign_files).append(entry)
         is_ours = raw is not None or found.journal is not None
+        if not is_ours and not found.foreign_files and _holds_weights(found.own_files):
+            is_ours = found.is_damaged = True  # packed, but for a manifest that can be read
         names = {entry.name for entry in found.own_files + found.foreign_files}
         if not is_ours and names - {JOURNAL_FILE + PART_SUFFIX}:
             raise SeqmoeError(
@@ -125,6 +135,10 @@ def _raw_manifest(path: Path) -> dict[str, Any] | None:
     except PackedModelError:
         return None
     return raw if raw is not None and raw.get("format") == FORMAT else None
+
+
+def _holds_weights(files: list[Path]) -> bool:
+    return any(file.name == RESIDENT_FILE or is_experts_file(file.name) for file in files)
 
 
 def _names_in(raw: dict[str, Any] | None) -> set[str]:

@@ -24,6 +24,11 @@ def experts_file(layer: int) -> str:
     return f"experts-{layer:05d}.bin"
 
 
+def is_experts_file(name: str) -> bool:
+    """Whether `experts_file` gives names like this one."""
+    return name.startswith("experts-")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Describes and seals a packed model.

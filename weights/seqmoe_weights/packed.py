@@ -18,6 +18,7 @@ from seqmoe_weights.manifest import (
     MANIFEST_FILE,
     Manifest,
     experts_file,
+    is_experts_file,
     read_manifest,
 )
 from seqmoe_weights.records import TORCH_DTYPES
@@ -49,8 +50,9 @@ class PackedModel:
         manifest = Manifest.from_json(raw)
         for name, hashes in manifest.files.items():
             _check_presence(path / name, hashes)
-        small = {RESIDENT_FILE, *map(experts_file, range(manifest.num_layers))}
-        for name in manifest.files.keys() - small:
+        for name in manifest.files:
+            if name == RESIDENT_FILE or is_experts_file(name):
+                continue
             if first_bad_piece(path / name, manifest.files[name], Meter(0, None)) is not None:
                 raise PackedModelError(f"{name} in {path} is damaged (wrong SHA-256)", _REPAIR)
         config = _read_config(path, manifest)
@@ -154,6 +156,11 @@ def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
     pieces = {name: len(hashes.pieces) for name, hashes in manifest.files.items()}
     sizes = {manifest.files[name].piece_bytes for name in expected.keys() & pieces.keys()}
     sizes -= {manifest.files[RESIDENT_FILE].piece_bytes} if RESIDENT_FILE in pieces else set()
+    same &= (manifest.family, manifest.num_layers, manifest.num_experts) == (
+        config.family,
+        config.num_hidden_layers,
+        config.num_experts,
+    )
     if not same or not pieces.items() >= expected.items() or sizes != {layout.record_bytes}:
         raise PackedModelError(f"{MANIFEST_FILE} in {path} contradicts config.json", _REPAIR)
     return replace(config, dense_format=manifest.dense_format)
@@ -165,6 +172,10 @@ def _not_packed(path: Path) -> PackedModelError:
     if (path / JOURNAL_FILE).exists():
         return PackedModelError(
             f"{path} is an unfinished conversion", "run the same seqmoe convert again to finish it"
+        )
+    if (path / RESIDENT_FILE).exists() or (path / experts_file(0)).exists():
+        return PackedModelError(
+            f"{MANIFEST_FILE} is missing in {path}", "convert the checkpoint again, with --force"
         )
     if (path / "config.json").exists():
         return PackedModelError(

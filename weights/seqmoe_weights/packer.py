@@ -44,6 +44,7 @@ class Packer:
         self.layout = RecordLayout.for_experts(
             self._config.hidden_size, self._config.moe_intermediate_size, record_dtype
         )
+        self._refuse_leftovers()
         self._layers = {experts_file(i): i for i in range(self._config.num_hidden_layers)}
         self.file_names = [RESIDENT_FILE, *self._layers]
 
@@ -124,6 +125,21 @@ class Packer:
     def _reads(self, layer: int) -> Iterator[SourceTensor]:
         for expert in range(self._config.num_experts):
             yield from self._expert(layer, expert).values()
+
+    def _refuse_leftovers(self) -> None:
+        """A tensor that is left out in silence would make another model."""
+        used = {tensor.name for tensor in self._resident.values()}
+        for layer in range(self._config.num_hidden_layers):
+            used |= {tensor.name for tensor in self._reads(layer)}
+        if self._config.tie_word_embeddings:
+            used.add("lm_head.weight")  # a copy of the embedding
+        for name in sorted(self._source.tensors.keys() - used):
+            if not name.endswith("rotary_emb.inv_freq"):  # computed from the config
+                raise CheckpointError(
+                    f"{self._source.tensors[name].file}: tensor {name} has no place in a "
+                    f"{self._config.family} of {self._config.num_hidden_layers} layers",
+                    "config.json and the weights do not belong together, or the model is another",
+                )
 
     def _expert_dtype(self) -> str:
         """The one dtype of all expert weights; looks at each of them."""
