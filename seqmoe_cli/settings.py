@@ -10,6 +10,7 @@ from seqmoe_cli.errors import UsageError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_MAX_SLOTS, _MAX_BYTES = 10**9, 2**50  # beyond any machine: a typing error
 _POOL_HELP = (
     "use auto, all, a share of all routed experts (45%), a size (2GiB) or a count (64slots)"
 )
@@ -35,16 +36,16 @@ class PoolSize:
         word = text.strip().lower()
         if word in ("auto", "all"):
             return cls(word, text=word)
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|slots?|[kmg]i?b)", word)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|slots?|[kmg]i?b)", word, re.ASCII)
         if match is None:
             raise UsageError(f"--pool {text!r} is not a pool size", _POOL_HELP)
-        number, unit = float(match[1]), match[2]
+        number, unit, text = float(match[1]), match[2], text.strip()
         if unit == "%" and 0 < number <= 100:
-            return cls("percent", number, text=word)
-        if unit.startswith("slot") and number >= 1 and number == int(number):
-            return cls("slots", number, text=word)
-        if unit in _UNITS and number > 0:
-            return cls("bytes", number * _UNITS[unit], text=word)
+            return cls("percent", number, text)
+        if unit.startswith("slot") and 1 <= number <= _MAX_SLOTS and number == int(number):
+            return cls("slots", number, text)
+        if unit in _UNITS and 0 < number * _UNITS[unit] <= _MAX_BYTES:
+            return cls("bytes", number * _UNITS[unit], text)
         raise UsageError(f"--pool {text!r} is out of range", _POOL_HELP)
 
 

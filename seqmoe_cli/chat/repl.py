@@ -79,7 +79,8 @@ def _prompt_session(chat: Chat) -> PromptSession[str]:
         prompt_continuation=CONTINUATION,
         completer=WordCompleter(list(names), meta_dict=names, sentence=True),
         complete_while_typing=False,
-        bottom_toolbar=toolbar if chat.options.stats else None,
+        bottom_toolbar=toolbar if chat.options.stats and not dumb else None,
+        reserve_space_for_menu=0 if dumb else 8,
         style=Style.from_dict({"bottom-toolbar": "noreverse"}),
     )
 

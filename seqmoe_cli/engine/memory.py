@@ -158,14 +158,7 @@ def _num_slots(model: ModelShape, pool: PoolSize, room: int) -> tuple[int, str]:
     record = model.layout.record_bytes
     total, least = model.config.num_routed_experts, model.config.num_experts_per_tok
     if pool.kind == "auto":
-        slots = room // record
-        if slots < least:
-            raise ResourceError(
-                f"no room for a pool: {gib(max(0, room))} left, {least} slots of "
-                f"{gib(record)} are needed",
-                "lower -c, or raise --vram",
-            )
-        slots = min(total, slots)
+        slots = max(least, min(total, room // record))  # too little is refused with all numbers
         return slots, f"{slots:,} slots of {total:,} experts: what the budget leaves"
     slots = {
         "all": total,

@@ -40,7 +40,23 @@ def test_less_than_one_layer_needs_is_refused_with_numbers(packed: PackedModel, 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "0%", "101%", "-3%", "0slots", "1.5slots", "3", "nan%", "0GiB", "2TiB", "1e3slots"],
+    [
+        "",
+        "x",
+        "0%",
+        "101%",
+        "-3%",
+        "0slots",
+        "1.5slots",
+        "3",
+        "nan%",
+        "0GiB",
+        "2TiB",
+        "99999999999slots",
+        "9999999999GiB",
+        "٤slots",
+        "1e3slots",
+    ],
 )
 def test_nonsense_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--pool"):
