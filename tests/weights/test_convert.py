@@ -177,6 +177,7 @@ def test_manifest_is_what_the_documentation_says(tmp_path: Path, checkpoint: Che
         "num_experts",
         "num_layers",
         "quantize",
+        "sha256",
         "source",
     ]
     experts = manifest["files"]["experts-00002.bin"]

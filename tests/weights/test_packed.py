@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from seqmoe_weights.errors import PackedModelError
+from seqmoe_weights.manifest import seal
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
@@ -136,6 +137,7 @@ def test_manifest_that_is_not_what_was_written(
 ) -> None:
     manifest = json.loads((model / "manifest.json").read_text("utf-8"))
     change(manifest)
+    manifest["sha256"] = seal(manifest)
     (model / "manifest.json").write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(PackedModelError) as caught:
         PackedModel.open(model)
@@ -173,6 +175,7 @@ def test_an_unsupported_config_keeps_its_reason(model: Path) -> None:
     (model / "config.json").write_bytes(data)
     manifest = json.loads((model / "manifest.json").read_text("utf-8"))
     manifest["files"]["config.json"] = FileHashes.of_bytes(data).as_json()
+    manifest["sha256"] = seal(manifest)
     (model / "manifest.json").write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(PackedModelError, match="attention_bias = True is not implemented"):
         PackedModel.open(model)
@@ -203,3 +206,20 @@ def test_lost_manifest_is_named(model: Path) -> None:
     with pytest.raises(PackedModelError, match=r"manifest\.json is missing in ") as caught:
         PackedModel.open(model)
     assert "--force" in caught.value.hint
+
+
+def test_every_flipped_bit_of_the_manifest_is_noticed(model: Path) -> None:
+    """But for white space, which means nothing."""
+    content = (model / "manifest.json").read_bytes()
+    whole = json.loads(content)
+    for place in range(0, len(content), 37):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        (model / "manifest.json").write_bytes(changed)
+        try:
+            if json.loads(changed) == whole:
+                continue
+        except ValueError:
+            pass
+        with pytest.raises(PackedModelError, match=r"manifest\.json"):
+            PackedModel.open(model)

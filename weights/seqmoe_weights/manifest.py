@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -49,11 +50,12 @@ class Manifest:
     source_sha256: str
 
     def as_json(self) -> dict[str, Any]:
+        """Everything, and under `sha256` a hash over it."""
         parts = [
             {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": p.offset}
             for p in self.layout.parts
         ]
-        return {
+        value = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "family": self.family,
@@ -65,6 +67,7 @@ class Manifest:
             "files": {name: hashes.as_json() for name, hashes in self.files.items()},
             "source": {"files": self.source, "sha256": self.source_sha256},
         }
+        return value | {"sha256": seal(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Manifest:
@@ -79,7 +82,7 @@ class Manifest:
                 "use the seqmoe that made it, or convert the model again with --force",
             )
         try:
-            return cls(
+            manifest = cls(
                 family=_typed(value["family"], str),
                 quantize=_typed(value["quantize"], str),
                 dense_format=_typed(value["dense_format"], str),
@@ -90,8 +93,17 @@ class Manifest:
                 source={name: _typed(s, str) for name, s in value["source"]["files"].items()},
                 source_sha256=_typed(value["source"]["sha256"], str),
             )
+            if value["sha256"] != seal(value):
+                raise ValueError("wrong SHA-256")
+            return manifest
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PackedModelError(f"{MANIFEST_FILE} is damaged ({error})", _HINT) from error
+
+
+def seal(value: dict[str, Any]) -> str:
+    """SHA-256 over a manifest but for its own `sha256`."""
+    sealed = {name: item for name, item in value.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
