@@ -1,7 +1,7 @@
 """`make gpu-check`: GPU tests and a short bench on this machine, recorded as JSON.
 
 Runs with any python that has torch with CUDA, Triton and the packages of pyproject.toml; nothing
-is installed or downloaded. Writes benchmarks/gpu/<date>-<gpu>.json: the machine, the versions, the
+is installed or downloaded. Writes benchmarks/gpu/<date>-<gpu>-<commit>.json: machine, versions, the
 commit, how many tests passed, kernel rates, the demo model's text on CPU and GPU, and how fast a
 full-size model made of random weights decodes. Exits 1 when anything failed.
 """
