@@ -1,11 +1,13 @@
-"""Traces that other programs recorded: routing tables as CSV, and delta-coded arrays of numpy."""
+"""Traces that other programs recorded: routing tables as CSV, and delta-coded arrays of numpy; both
+may be compressed with xz."""
 
 from __future__ import annotations
 
 import lzma
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,14 @@ from seqmoe_cli.forecast.trace import PREFILL, Trace, TraceError, expert_dtype
 _COLUMNS = "turn,phase,step,layer,slot,expert,weight"
 _SHAPE = re.compile(r"model=(\S+) arch=(\S+) n_layer=(\d+) n_expert=(\d+) n_expert_used=(\d+)")
 _HINT = "see the trace formats in docs/architecture.md"
+_XZ_MAGIC = b"\xfd7zXZ\x00"
+
+
+def unpacked(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Open a file for reading; one that xz compressed, whatever its name, gives what is inside."""
+    with path.open("rb") as file:
+        compressed = file.read(len(_XZ_MAGIC)) == _XZ_MAGIC
+    return lzma.open(path, "rb") if compressed else path.open("rb")
 
 
 def read_route_csv(path: Path) -> Trace:
@@ -26,7 +36,8 @@ def read_route_csv(path: Path) -> Trace:
     last layer where nobody reads its result. Raises `TraceError` for anything else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with unpacked(path) as file:
+            lines = file.read().decode("utf-8").splitlines()
         shape = next((found for line in lines if (found := _SHAPE.search(line))), None)
         rows = [line for line in lines if line and not line.startswith("#")]
         if shape is None or not rows or not rows[0].startswith(_COLUMNS):
@@ -35,7 +46,7 @@ def read_route_csv(path: Path) -> Trace:
         table = np.loadtxt(rows[1:], delimiter=",", usecols=range(7), ndmin=2)
         columns = _whole_tokens(table, int(layers), int(top_k), int(num_experts))
         return Trace(Path(name).stem, family, int(num_experts), **columns)
-    except (OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise TraceError(f"{path} is no routing table: {error}", _HINT) from error
 
 
@@ -61,22 +72,26 @@ def _whole_tokens(
 
 
 def read_delta_npy(
-    path: Path, num_experts: int, num_prompt_tokens: int, token_ids: NDArray[Any] | None = None
+    path: Path,
+    num_experts: int | None = None,
+    num_prompt_tokens: int = 0,
+    token_ids: NDArray[Any] | None = None,
 ) -> Trace:
-    """An array uint8 [layers, K, sequences, length], `.npy` or `.npy.xz`: expert numbers in rising
-    order, each but the first as the difference to the one before it.
+    """An array uint8 [layers, K, sequences, length]: expert numbers in rising order, each but the
+    first as the difference to the one before it.
 
-    The first `num_prompt_tokens` of a sequence are its prompt. `token_ids` [sequences, length] are
-    kept in a file of their own. Raises `TraceError` for anything else.
+    Without `num_experts` a layer has as many as the highest number that occurs asks for. The first
+    `num_prompt_tokens` of a sequence are its prompt. `token_ids` [sequences, length] are kept in a
+    file of their own. Raises `TraceError` for anything else.
     """
     try:
-        opener: Any = lzma.open if path.suffix == ".xz" else open
-        with opener(path, "rb") as file:
-            delta = np.load(file, allow_pickle=False)
+        with unpacked(path) as file:
+            delta = np.lib.format.read_array(file, allow_pickle=False)
         if delta.ndim != 4 or delta.dtype != np.uint8:
             raise ValueError(f"it is {delta.dtype} {list(delta.shape)}")
         layers, top_k, sequences, length = delta.shape
         experts = np.cumsum(delta, axis=1, dtype=np.int32).transpose(2, 3, 0, 1)
+        num_experts = num_experts or int(experts.max()) + 1
         return Trace(
             model=path.name.split(".")[0],
             family="unknown",

@@ -4,12 +4,15 @@ repository."""
 from __future__ import annotations
 
 import lzma
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.importers import read_delta_npy, read_route_csv
+from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import TraceError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -127,3 +130,48 @@ def test_published_array() -> None:
     assert trace.experts.shape == (40 * 407, 48, 8)
     assert int((trace.phase == 0).sum()) == 40 * 24
     assert trace.token_ids is not None and trace.token_ids[407] == token_ids[1, 0]
+
+
+def test_the_number_of_experts_can_be_left_out(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.array([3, 4], np.uint8).reshape(1, 2, 1, 1))
+    trace = read_delta_npy(tmp_path / "t.npy")
+    assert (trace.num_experts, trace.experts.tolist(), trace.phase.tolist()) == (8, [[[3, 7]]], [1])
+
+
+def test_the_content_says_what_a_file_is(tmp_path: Path) -> None:
+    table = write(tmp_path / "table", HEAD + ROWS)
+    expected = read_route_csv(table)
+    expected.save(tmp_path / "own")
+    (tmp_path / "packed").write_bytes(lzma.compress(table.read_bytes()))
+    np.save(tmp_path / "array.npy", np.array([3, 4], np.uint8).reshape(1, 2, 1, 1))
+    for name in ("table", "own", "packed"):
+        assert np.array_equal(open_trace(tmp_path / name).experts, expected.experts)
+    assert open_trace(str(tmp_path / "array.npy")).experts.tolist() == [[[3, 7]]]
+
+
+def test_what_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "cut.xz").write_bytes(lzma.compress(b"some text" * 99)[:40])
+    write(tmp_path / "text", "hello")
+    write(tmp_path / "zip", "PK")
+    for name in ("cut.xz", "text", "zip"):
+        with pytest.raises(TraceError, match=name):
+            open_trace(tmp_path / name)
+    with pytest.raises(TraceError):
+        open_trace(tmp_path)
+    with pytest.raises(UsageError, match="'qwen4'"):
+        open_trace("qwen4")
+
+
+def test_shipped_trace() -> None:
+    trace = open_trace("qwen3")
+    assert (trace.num_layers, trace.num_experts, trace.top_k) == (48, 128, 6)
+    assert trace.phase.tolist() == [0] + [1] * 128
+    assert trace.weights is not None
+    note = files("seqmoe_cli").joinpath("data", "qwen3.md").read_text("utf-8")
+    assert "Apache" in note and "BigMoeOnEdge" in note
+
+
+@needs_shared
+def test_shipped_trace_is_the_published_one() -> None:
+    published = read_route_csv(SHARED / "qwen3-gptoss-gemma" / "qwen.route.csv")
+    assert np.array_equal(open_trace("qwen3").experts, published.experts)
