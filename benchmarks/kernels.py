@@ -36,6 +36,7 @@ from seqmoe_kernels import (
     route,
 )
 from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
+from seqmoe_kernels.formats import NUM_MARKS
 
 HIDDEN, INTER, EXPERTS, TOP_K, LAYERS, VOCAB = 2048, 768, 128, 8, 48, 151936
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
@@ -204,24 +205,23 @@ def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
         yield Case(f"resolve with {missing} misses", 0 if missing == 0 else 12 * num_slots, calls)
     records = torch.randint(0, 127, (NUM_SLOTS, FORMAT.record_bytes), dtype=torch.uint8)
     records = records.pin_memory()
+    marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")
     for missing in (0, 1, TOP_K):
         ids = torch.randperm(NUM_SLOTS, device="cuda").int().view(-1, TOP_K)
         count = torch.tensor([missing], dtype=torch.int32, device="cuda")
-        calls = [lambda e=e, c=count: fetch(records, slots, e, e, c) for e in ids]
+        calls = [lambda e=e, c=count: fetch(records, slots, e, e, c, marks) for e in ids]
         num_bytes = missing * FORMAT.record_bytes
         yield Case(f"fetch of {missing} records", num_bytes, calls, over_link=True)
 
 
 def full_pool(num_experts: int, num_slots: int) -> PoolState:
-    owner = torch.arange(num_slots, dtype=torch.int32, device="cuda")
-    slot_of = torch.full((num_experts,), -1, dtype=torch.int32, device="cuda")
-    slot_of[:num_slots] = owner
-    score = owner.long() + 1
-    tags = torch.ones_like(score)
-    clock = torch.full((1,), num_slots + 1, dtype=torch.int64, device="cuda")
-    counters = torch.zeros(3, dtype=torch.int64, device="cuda")
-    state = torch.full_like(owner, READY)
-    return PoolState(slot_of, owner, state, tags, tags.clone(), score, clock, counters)
+    pool = PoolState.cold(num_experts, num_slots, torch.device("cuda"))
+    pool.owner.copy_(torch.arange(num_slots))
+    pool.slot_of[:num_slots] = pool.owner
+    pool.score.copy_(pool.owner + 1)
+    pool.state.fill_(READY)
+    pool.clock.fill_(num_slots + 1)
+    return pool
 
 
 def all_cases() -> Iterator[Case]:

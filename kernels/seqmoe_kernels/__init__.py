@@ -22,7 +22,7 @@ from seqmoe_kernels.gemv import linear
 from seqmoe_kernels.lookup import Resolved, resolve
 from seqmoe_kernels.mixture import combine
 from seqmoe_kernels.norm import rms_norm
-from seqmoe_kernels.publish import publish, read_entry
+from seqmoe_kernels.publish import ENTRY_WORDS, begin_step, publish, read_entry
 from seqmoe_kernels.rope import rotary
 from seqmoe_kernels.router import route
 from seqmoe_kernels.sampling import SamplingState, sample
@@ -30,6 +30,7 @@ from seqmoe_kernels.transfer import fetch
 
 __all__ = [
     "EMPTY",
+    "ENTRY_WORDS",
     "FETCHING",
     "HITS",
     "MISSES",
@@ -40,6 +41,7 @@ __all__ = [
     "Resolved",
     "SamplingState",
     "attention_decode",
+    "begin_step",
     "combine",
     "dequantize",
     "expert_pairs",

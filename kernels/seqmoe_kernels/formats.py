@@ -7,7 +7,15 @@ from typing import NamedTuple
 import torch
 
 EMPTY, FETCHING, READY = 0, 1, 2  # values of PoolState.state
-HITS, MISSES, NO_VICTIM = 0, 1, 2  # indices into PoolState.counters
+
+# Indices into PoolState.counters. HITS to NO_VICTIM count lookups. FAULT is 0 until a slot held
+# another expert than the lookup table said. Times are sums in nanoseconds of the device's clock:
+# waiting for misses, steps from end to end, and the gaps between steps.
+HITS, MISSES, NO_VICTIM, FAULT, STALL_NS, STEP_NS, GAP_NS = range(7)
+NUM_COUNTERS = 7
+# Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
+STEP_BEGAN, STEP_ENDED, STALL_BEGAN, STALL_ENDED = range(4)
+NUM_MARKS = 4
 
 
 class ExpertFormat(NamedTuple):
@@ -43,4 +51,24 @@ class PoolState(NamedTuple):
     landed_tag: torch.Tensor  # int64 [S], tag of the last record that landed
     score: torch.Tensor  # int64 [S], the victim is the smallest; LRU: clock of the last use
     clock: torch.Tensor  # int64 [1], counts resolve events
-    counters: torch.Tensor  # int64 [3], HITS, MISSES, NO_VICTIM
+    counters: torch.Tensor  # int64 [7], HITS to GAP_NS
+    marks: torch.Tensor  # int64 [4], STEP_BEGAN to STALL_ENDED
+
+    @classmethod
+    def cold(cls, num_experts: int, num_slots: int, device: torch.device) -> PoolState:
+        """The state of a pool that nothing has happened to: every slot EMPTY."""
+
+        def filled(size: int, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.full((size,), value, dtype=dtype, device=device)
+
+        return cls(
+            slot_of=filled(num_experts, -1, torch.int32),
+            owner=filled(num_slots, -1, torch.int32),
+            state=filled(num_slots, EMPTY, torch.int32),
+            assigned_tag=filled(num_slots, 0),
+            landed_tag=filled(num_slots, 0),
+            score=filled(num_slots, -1),
+            clock=filled(1, 0),
+            counters=filled(NUM_COUNTERS, 0),
+            marks=filled(NUM_MARKS, 0),
+        )

@@ -9,13 +9,28 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import check, check_kernel_device
-from seqmoe_kernels.formats import EMPTY, FETCHING, HITS, MISSES, NO_VICTIM, READY, PoolState
+from seqmoe_kernels.clock import add_span_reference, now_ns, now_ns_reference
+from seqmoe_kernels.formats import (
+    EMPTY,
+    FETCHING,
+    HITS,
+    MISSES,
+    NO_VICTIM,
+    NUM_COUNTERS,
+    NUM_MARKS,
+    READY,
+    STALL_BEGAN,
+    STALL_ENDED,
+    STALL_NS,
+    PoolState,
+)
 
 NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
 MAX_SLOTS = 16384  # one program holds the scores of all slots in its registers
 
 _NEVER, _EMPTY, _FETCHING, _READY = map(tl.constexpr, (NEVER, EMPTY, FETCHING, READY))
 _HITS, _MISSES, _NO_VICTIM = map(tl.constexpr, (HITS, MISSES, NO_VICTIM))
+_STALL_NS, _STALL_BEGAN, _STALL_ENDED = map(tl.constexpr, (STALL_NS, STALL_BEGAN, STALL_ENDED))
 
 
 class Resolved(NamedTuple):
@@ -28,6 +43,7 @@ class Resolved(NamedTuple):
 
 
 def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
+    _count_stall_reference(pool)
     pool.clock.add_(1)
     slots = pool.slot_of[wanted.long()]
     hit = slots >= 0
@@ -44,7 +60,17 @@ def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     miss_ids[: len(missed)] = wanted[~hit]
     miss_slots[: len(missed)] = slots[~hit]
     num_misses = torch.tensor([len(missed)], dtype=torch.int32, device=wanted.device)
+    if missed:
+        pool.marks[STALL_BEGAN] = now_ns_reference()
     return Resolved(slots, miss_ids, miss_slots, num_misses)
+
+
+def _count_stall_reference(pool: PoolState) -> None:
+    """Add what the last fetch took; `fetch` cannot, as many programs share its work."""
+    began, ended = pool.marks[STALL_BEGAN], pool.marks[STALL_ENDED]
+    if ended:
+        add_span_reference(pool.counters[STALL_NS : STALL_NS + 1], began, int(ended))
+    began.zero_(), ended.zero_()
 
 
 def _assign_reference(expert: int, candidates: torch.Tensor, pool: PoolState) -> int:
@@ -104,6 +130,8 @@ def _resolve_kernel(
     now = tl.load(pool.clock) + 1
     hits, misses = tl.load(pool.counters + _HITS), tl.load(pool.counters + _MISSES)
     lost = tl.load(pool.counters + _NO_VICTIM)
+    stall = tl.load(pool.counters + _STALL_NS)
+    began, ended = tl.load(pool.marks + _STALL_BEGAN), tl.load(pool.marks + _STALL_ENDED)
     miss, hit = inside & (found < 0), inside & (found >= 0)
     rank = tl.cumsum(miss.to(tl.int32), 0) - 1
     num_misses = tl.sum(miss.to(tl.int32), 0)
@@ -111,6 +139,8 @@ def _resolve_kernel(
     tl.store(pool.clock, now)
     tl.store(pool.counters + _HITS, hits + n - num_misses)
     tl.store(pool.counters + _MISSES, misses + num_misses)
+    tl.store(pool.counters + _STALL_NS, stall + tl.where(ended > began, ended - began, 0))
+    tl.store(pool.marks + _STALL_ENDED, began * 0)
     tl.store(resolved.num_misses, num_misses)
     tl.store(resolved.slots + i, found, mask=hit)
     tl.store(resolved.miss_ids + rank, expert, mask=miss)
@@ -135,6 +165,7 @@ def _resolve_kernel(
             candidates = tl.where(slot == victim, _NEVER, candidates)
         tl.debug_barrier()
         tl.store(pool.counters + _NO_VICTIM, lost)
+        tl.store(pool.marks + _STALL_BEGAN, now_ns())
     tl.store(pool.score + found, now, mask=hit)
 
 
@@ -142,7 +173,7 @@ def check_pool(pool: PoolState, device: torch.device) -> None:
     num_slots = pool.owner.shape[0]
     if not 1 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"the pool has {num_slots} slots, expected 1 to {MAX_SLOTS}")
-    sizes = {"slot_of": -1, "clock": 1, "counters": 3}
+    sizes = {"slot_of": -1, "clock": 1, "counters": NUM_COUNTERS, "marks": NUM_MARKS}
     narrow = ("slot_of", "owner", "state")
     for name, tensor in pool._asdict().items():
         dtype = torch.int32 if name in narrow else torch.int64

@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import check, check_kernel_device
+from seqmoe_kernels.clock import now_ns, now_ns_reference
+from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED
 
 # A few programs fill the link; more would only take multiprocessors from other kernels.
 PROGRAMS_PER_RECORD = 16
 BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 KiB
+
+_STALL_ENDED = tl.constexpr(STALL_ENDED)
 
 
 def fetch_reference(
@@ -19,12 +23,15 @@ def fetch_reference(
     miss_ids: torch.Tensor,
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
+    marks: torch.Tensor,
 ) -> None:
     count = int(num_misses)
     pairs = zip(miss_ids[:count].tolist(), miss_slots[:count].tolist(), strict=True)
     for expert, slot in pairs:
         if slot >= 0:
             slots[slot].copy_(records[expert])
+    if count:
+        marks[STALL_ENDED] = now_ns_reference()
 
 
 @triton.jit
@@ -34,6 +41,7 @@ def _fetch_kernel(
     miss_ids,
     miss_slots,
     num_misses,
+    marks,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -48,6 +56,8 @@ def _fetch_kernel(
                 at = start + tl.arange(0, BLOCK)
                 words = tl.load(source + at, mask=at < WORDS, cache_modifier=".cg")
                 tl.store(target + at, words, mask=at < WORDS)
+        tl.debug_barrier()
+        tl.atomic_max(marks + _STALL_ENDED, now_ns())  # the latest program tells
 
 
 def fetch_triton(
@@ -56,6 +66,7 @@ def fetch_triton(
     miss_ids: torch.Tensor,
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
+    marks: torch.Tensor,
 ) -> None:
     check_kernel_device(slots)
     record_bytes = slots.shape[-1]
@@ -69,6 +80,7 @@ def fetch_triton(
     check("miss_ids", miss_ids, torch.int32, (count,), slots.device)
     check("miss_slots", miss_slots, torch.int32, (count,), slots.device)
     check("num_misses", num_misses, torch.int32, (1,), slots.device)
+    check("marks", marks, torch.int64, (NUM_MARKS,), slots.device)
     if count > 0:
         _fetch_kernel[(PROGRAMS_PER_RECORD, count)](
             records.view(torch.int32),
@@ -76,6 +88,7 @@ def fetch_triton(
             miss_ids,
             miss_slots,
             num_misses,
+            marks,
             record_bytes // 4,
             BLOCK_WORDS,
             PROGRAMS_PER_RECORD,
@@ -90,11 +103,13 @@ def fetch(
     miss_ids: torch.Tensor,
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
+    marks: torch.Tensor,
 ) -> None:
     """Copy `records` (uint8 [N, R], host) of the first `num_misses` (int32 [1]) `miss_ids` (int32
     [n]) into the `miss_slots` (int32 [n]) of `slots` (uint8 [S, R]); a slot of -1 is left out.
+    The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
 
     With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link.
     """
     run = fetch_triton if slots.is_cuda else fetch_reference
-    run(records, slots, miss_ids, miss_slots, num_misses)
+    run(records, slots, miss_ids, miss_slots, num_misses, marks)

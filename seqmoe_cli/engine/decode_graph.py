@@ -19,6 +19,7 @@ from seqmoe_cli.engine.ring import TokenRing
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_kernels import begin_step
 
 REPLAYS_AHEAD = 1  # a stop token or an interruption wastes as many
 
@@ -133,8 +134,9 @@ class Decoding:
         work()
 
     def _step(self) -> None:
+        begin_step(self._pool.state)
         self._choose(self._forward.one(self._token))
 
     def _choose(self, x: torch.Tensor) -> None:
         self._token.copy_(self._sampler(self._forward.head(x)[0]))
-        self._ring.put(self._token, self._pool.state.counters)
+        self._ring.put(self._token, self._pool.state)

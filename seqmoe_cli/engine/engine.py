@@ -169,8 +169,17 @@ class Engine:
     def _costs(
         self, phase: str, num_tokens: int, before: PoolCounters, after: PoolCounters
     ) -> StepStats:
-        hits, misses = after.hits - before.hits, after.misses - before.misses
-        return StepStats(phase, num_tokens, hits, misses, misses * self.plan.record_bytes)
+        spent = after.since(before)
+        return StepStats(
+            phase,
+            num_tokens,
+            spent.hits,
+            spent.misses,
+            spent.misses * self.plan.record_bytes,
+            stall_s=spent.stall_ns / 1e9,
+            step_s=spent.step_ns / 1e9,
+            gap_s=spent.gap_ns / 1e9,
+        )
 
     @torch.inference_mode()
     def log_likelihoods(

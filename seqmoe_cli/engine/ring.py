@@ -7,7 +7,7 @@ import time
 import torch
 
 from seqmoe_cli.residency.pool import PoolCounters
-from seqmoe_kernels import publish, read_entry
+from seqmoe_kernels import ENTRY_WORDS, PoolState, publish, read_entry
 
 _SIZE = 64  # entries; far more than steps that run ahead of the host
 _NAP_S = 20e-6  # between looks; a sleeping thread leaves the interpreter to others
@@ -22,7 +22,7 @@ class TokenRing:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._entries = torch.full((_SIZE, 4), -1, dtype=torch.int64, pin_memory=on_gpu)
+        self._entries = torch.full((_SIZE, ENTRY_WORDS), -1, dtype=torch.int64, pin_memory=on_gpu)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self.next_number = 0
@@ -31,9 +31,9 @@ class TokenRing:
         """Let the device count from `next_number`, whatever became of the steps before."""
         self._number.fill_(self.next_number)
 
-    def put(self, token: torch.Tensor, counters: torch.Tensor) -> None:
-        """Queue the writing of one entry: `token` int64 [1], `counters` int64 [3]."""
-        publish(token, counters, self._entries, self._number)
+    def put(self, token: torch.Tensor, pool: PoolState) -> None:
+        """Queue the writing of one entry: `token` int64 [1] and the pool's counters."""
+        publish(token, pool, self._entries, self._number)
 
     def wait(self, number: int) -> tuple[int, PoolCounters]:
         """An entry that has been asked for: token, counters. Other threads run meanwhile."""

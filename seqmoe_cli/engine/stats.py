@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
 class StepStats:
     """Costs of one step, or of several added up. `num_tokens` went into the KV state; hits and
-    misses count (layer, expert) lookups, in a prefill chunk once per distinct expert."""
+    misses count (layer, expert) lookups, in a prefill chunk once per distinct expert.
+
+    `elapsed_s` is the host's time. By the device's clock: `stall_s` it waited for misses, decode
+    steps took `step_s` from end to end and lay `gap_s` apart.
+    """
 
     phase: str  # "prefill" or "decode"
     num_tokens: int = 0
@@ -16,16 +20,14 @@ class StepStats:
     misses: int = 0
     fetched_bytes: int = 0
     elapsed_s: float = 0.0
+    stall_s: float = 0.0
+    step_s: float = 0.0
+    gap_s: float = 0.0
 
     def __add__(self, other: StepStats) -> StepStats:
-        return StepStats(
-            self.phase,
-            self.num_tokens + other.num_tokens,
-            self.hits + other.hits,
-            self.misses + other.misses,
-            self.fetched_bytes + other.fetched_bytes,
-            self.elapsed_s + other.elapsed_s,
-        )
+        names = [field.name for field in fields(self) if field.name != "phase"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return StepStats(self.phase, **sums)
 
     @property
     def hit_rate(self) -> float:

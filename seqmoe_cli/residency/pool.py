@@ -8,21 +8,43 @@ from typing import NamedTuple
 import torch
 
 from seqmoe_kernels import fetch, resolve
-from seqmoe_kernels.formats import EMPTY, HITS, MISSES, NO_VICTIM, PoolState
+from seqmoe_kernels.formats import (
+    EMPTY,
+    GAP_NS,
+    HITS,
+    MISSES,
+    NO_VICTIM,
+    STALL_NS,
+    STEP_NS,
+    PoolState,
+)
+from seqmoe_kernels.publish import VALUE_BITS
 
 
 class PoolCounters(NamedTuple):
-    """Events since the pool was made: lookups that found a slot, and those that had to fetch."""
+    """Since the pool was made: lookups that found a slot, those that had to fetch, and by the
+    device's clock the nanoseconds of waiting for misses, of steps, and between steps.
+
+    Differences are those of events that lie less than 39 hours apart.
+    """
 
     hits: int
     misses: int
+    stall_ns: int
+    step_ns: int
+    gap_ns: int
 
     @classmethod
     def checked(cls, values: Sequence[int]) -> PoolCounters:
         """From the numbers of `PoolState.counters`; a miss without a victim is a broken program."""
         if values[NO_VICTIM]:
             raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
-        return cls(values[HITS], values[MISSES])
+        return cls(*(values[i] for i in (HITS, MISSES, STALL_NS, STEP_NS, GAP_NS)))
+
+    def since(self, before: PoolCounters) -> PoolCounters:
+        """What was counted after `before`."""
+        pairs = zip(self, before, strict=True)
+        return PoolCounters(*((after - then) % (1 << VALUE_BITS) for after, then in pairs))
 
 
 class ExpertPool:
@@ -37,16 +59,7 @@ class ExpertPool:
         self.records = records
         self.num_slots = num_slots
         self.slots = torch.empty((num_slots, record_bytes), dtype=torch.uint8, device=device)
-        self.state = PoolState(
-            slot_of=torch.full((num_experts,), -1, dtype=torch.int32, device=device),
-            owner=torch.full((num_slots,), -1, dtype=torch.int32, device=device),
-            state=torch.full((num_slots,), EMPTY, dtype=torch.int32, device=device),
-            assigned_tag=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            landed_tag=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            score=torch.full((num_slots,), -1, dtype=torch.int64, device=device),
-            clock=torch.zeros(1, dtype=torch.int64, device=device),
-            counters=torch.zeros(3, dtype=torch.int64, device=device),
-        )
+        self.state = PoolState.cold(num_experts, num_slots, device)
 
     def require(self, flat_ids: torch.Tensor) -> torch.Tensor:
         """Slots int32 [n] that hold the distinct experts `flat_ids` int32 [n], n <= num_slots.
@@ -55,7 +68,8 @@ class ExpertPool:
         everything is queued in stream order, nothing is waited for.
         """
         resolved = resolve(flat_ids, self.state)
-        fetch(self.records, self.slots, resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
+        misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
+        fetch(self.records, self.slots, *misses, self.state.marks)
         return resolved.slots
 
     def is_resident(self, flat_ids: torch.Tensor) -> torch.Tensor:

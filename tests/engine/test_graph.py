@@ -76,7 +76,8 @@ def test_every_step_is_the_same(packed: Path, device: str, dtype: str, pool: str
             assert [essence(s) for s in steps] == [essence(s) for s in expected]
             assert ahead.token_ids == eager.token_ids
             prompt += [*(s.token_id for s in steps if s.token_id is not None), 5, 6]
-    assert ahead.pool.counters() == eager.pool.counters()
+    counters = (engine.pool.counters() for engine in (ahead, eager))
+    assert len({(c.hits, c.misses) for c in counters}) == 1
     eager.close()
     ahead.close()
 
@@ -175,3 +176,14 @@ def test_a_gpu_decodes_by_one_graph(packed: Path) -> None:
     answer(engine, PROMPT[:30], SEEDED, 40)
     assert issue.graph is graph
     engine.close()
+
+
+def test_times_by_the_clock_of_the_device(pair: tuple[Engine, Engine]) -> None:
+    """Every decode step lasts, lies apart from the one before it, and waits for misses only."""
+    for engine in pair:
+        steps = answer(engine, PROMPT, SEEDED, 20)[1:]
+        assert all(step.stats.step_s > 0 and step.stats.gap_s > 0 for step in steps)
+        assert all(step.stats.stall_s < step.stats.step_s for step in steps)
+        missed = [step.stats.misses > 0 for step in steps]
+        # what the last layer waits for is counted by the first layer of the next step
+        assert sum(step.stats.stall_s for step in steps) > 0 if any(missed) else True

@@ -22,7 +22,7 @@ from seqmoe_kernels.gemv import linear_triton
 from seqmoe_kernels.lookup import resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import rms_norm_triton
-from seqmoe_kernels.publish import publish_triton
+from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
 from seqmoe_kernels.rope import rotary_triton
 from seqmoe_kernels.router import route_triton
 from seqmoe_kernels.transfer import fetch_triton
@@ -87,13 +87,13 @@ def call_residency_kernels() -> None:
         tensor(2, 2, dtype=torch.float32),
         torch.bfloat16,
     )
-    narrow, wide = tensor(1024), tensor(1024, dtype=torch.int64)
-    clock, counters = tensor(1, dtype=torch.int64), tensor(3, dtype=torch.int64)
-    pool = PoolState(tensor(6144), narrow, narrow, wide, wide, wide, clock, counters)
+    pool = PoolState.cold(6144, 1024, torch.device("meta"))
     resolve_triton(tensor(TOP_K), pool)
-    publish_triton(clock, counters, tensor(64, 4, dtype=torch.int64), clock)
+    begin_step_triton(pool.counters, pool.marks)
+    ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
+    publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
-    fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1))
+    fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
 
 
 def main(arch: int) -> None:

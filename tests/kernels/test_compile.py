@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
+    "_begin_step_kernel",
     "_combine_kernel",
     "_dequantize_kernel",
     "_down_kernel",

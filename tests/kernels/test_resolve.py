@@ -5,35 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import (
+from seqmoe_kernels import PoolState, fetch, resolve
+from seqmoe_kernels.formats import (
     EMPTY,
     FETCHING,
     HITS,
     MISSES,
     NO_VICTIM,
+    NUM_MARKS,
     READY,
-    PoolState,
-    fetch,
-    resolve,
+    STALL_BEGAN,
+    STALL_ENDED,
+    STALL_NS,
 )
 from seqmoe_kernels.lookup import Resolved, resolve_reference, resolve_triton
 from seqmoe_kernels.transfer import fetch_reference, fetch_triton
 
 
 def empty_pool(num_experts: int, num_slots: int) -> PoolState:
-    def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    return PoolState(
-        slot_of=zeros(num_experts, torch.int32) - 1,
-        owner=zeros(num_slots, torch.int32) - 1,
-        state=zeros(num_slots, torch.int32),
-        assigned_tag=zeros(num_slots),
-        landed_tag=zeros(num_slots),
-        score=zeros(num_slots),
-        clock=zeros(1),
-        counters=zeros(3),
-    )
+    return PoolState.cold(num_experts, num_slots, torch.device("cpu"))
 
 
 def on(pool: PoolState, device: torch.device) -> PoolState:
@@ -46,7 +36,9 @@ def wanted(*ids: int) -> torch.Tensor:
 
 def assert_same(got: Resolved | PoolState, expected: Resolved | PoolState) -> None:
     for name, tensor in expected._asdict().items():
-        assert torch.equal(getattr(got, name).cpu(), tensor), name
+        numbers = slice(3) if name == "counters" else slice(None)  # the others are times
+        if name != "marks":
+            assert torch.equal(getattr(got, name).cpu()[numbers], tensor[numbers]), name
 
 
 def start_prefetch(pool: PoolState, expert: int, slot: int) -> None:
@@ -112,7 +104,7 @@ def test_lru_order_and_counters() -> None:
     fourth = resolve_reference(wanted(1), pool)  # 2 was used longest ago
     assert fourth.miss_ids.tolist() == [1] and fourth.slots.tolist() == [1]
     assert int(pool.slot_of[2]) == -1 and pool.assigned_tag.tolist() == [1, 2, 1]
-    assert pool.counters.tolist() == [2, 4, 0] and pool.clock.tolist() == [4]
+    assert pool.counters[:3].tolist() == [2, 4, 0] and pool.clock.tolist() == [4]
 
 
 @pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
@@ -169,13 +161,39 @@ def test_fetch(device: torch.device, gen: torch.Generator, record_bytes: int) ->
     ids, to_slots, count = wanted(8, 0, 3, 5), wanted(5, -1, 1, 2), wanted(3)
     expected = before.clone()
     expected[5], expected[1] = records[8], records[3]
+    marks = torch.zeros(NUM_MARKS, dtype=torch.int64)
     for run in (fetch_reference, fetch):
         slots = before.clone()
-        run(records, slots, ids, to_slots, count)
+        run(records, slots, ids, to_slots, count, marks)
         assert torch.equal(slots, expected)
     slots = before.to(device, copy=True)
     source = records.pin_memory() if device.type == "cuda" else records
-    fetch_triton(source, slots, ids.to(device), to_slots.to(device), count.to(device))
+    misses = (ids.to(device), to_slots.to(device), count.to(device))
+    fetch_triton(source, slots, *misses, marks.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize()  # before `source` is freed
     assert torch.equal(slots.cpu(), expected)
+
+
+@pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
+def test_stall_is_the_time_from_the_misses_to_the_end_of_their_copies(
+    run: object, device: torch.device
+) -> None:
+    pool = on(empty_pool(8, 3), device)
+    assert callable(run)
+    run(wanted(5, 0).to(device), pool)
+    assert pool.marks[STALL_BEGAN] > 0 and pool.counters[STALL_NS] == 0
+    pool.marks[STALL_ENDED] = pool.marks[STALL_BEGAN] + 1234
+    run(wanted(5).to(device), pool)  # nothing is missing
+    run(wanted(0).to(device), pool)
+    assert pool.counters[STALL_NS] == 1234 and pool.marks[STALL_ENDED] == 0
+
+
+def test_fetch_marks_its_end(device: torch.device) -> None:
+    records = torch.zeros((2, 64), dtype=torch.uint8)
+    source = records.pin_memory() if device.type == "cuda" else records
+    slots, one = records.to(device), wanted(0).to(device)
+    for missing in (0, 1):
+        marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device=device)
+        fetch_triton(source, slots, one, one, wanted(missing).to(device), marks)
+        assert (marks[STALL_ENDED] > 0).tolist() == bool(missing)

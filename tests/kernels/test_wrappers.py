@@ -9,7 +9,7 @@ import torch
 
 from seqmoe_kernels.attention import attention_decode_triton
 from seqmoe_kernels.expert_mlp import expert_pairs_triton
-from seqmoe_kernels.formats import ExpertFormat
+from seqmoe_kernels.formats import NUM_MARKS, ExpertFormat
 from seqmoe_kernels.fp8 import dequantize_triton
 from seqmoe_kernels.gemv import linear_triton
 from seqmoe_kernels.lookup import MAX_SLOTS, PoolState, resolve_triton
@@ -27,10 +27,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def pool(num_slots: int) -> PoolState:
-    narrow = torch.zeros(num_slots, dtype=torch.int32)
-    wide = torch.zeros(num_slots, dtype=torch.int64)
-    clock, counters = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    return PoolState(narrow, narrow, narrow, wide, wide, wide, clock, counters)
+    return PoolState.cold(num_slots, num_slots, torch.device("cpu"))
 
 
 def refusals() -> list[tuple[str, Callable[[], object]]]:
@@ -42,6 +39,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     out = torch.zeros(1, 1, 64)
     heads, kv = torch.zeros(3, 32), torch.zeros(8, 2, 32)
     records = torch.zeros(3, 40, dtype=torch.uint8)
+    marks = torch.zeros(NUM_MARKS, dtype=torch.int64)
     return [
         ("torch.float64", lambda: rms_norm_triton(square.double(), square[0].double(), 1e-6)),
         ("[31]", lambda: rms_norm_triton(square, torch.zeros(31), 1e-6)),
@@ -58,8 +56,8 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("torch.int64", lambda: resolve_triton(torch.tensor([1]), pool(4))),
         (str(MAX_SLOTS + 1), lambda: resolve_triton(ints(1), pool(MAX_SLOTS + 1))),
         ("empty", lambda: resolve_triton(ints(), pool(4))),
-        ("40", lambda: fetch_triton(records, records, ints(0), ints(0), ints(1))),
-        ("[2]", lambda: fetch_triton(slots, slots, ints(0), ints(0, 1), ints(1))),
+        ("40", lambda: fetch_triton(records, records, ints(0), ints(0), ints(1), marks)),
+        ("[2]", lambda: fetch_triton(slots, slots, ints(0), ints(0, 1), ints(1), marks)),
         ("[1, 32]", lambda: expert_pairs_triton(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
         ("torch.int64", lambda: expert_pairs_triton(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
@@ -107,4 +105,5 @@ def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch: pytest.MonkeyP
 def test_fetch_refuses_pageable_records() -> None:
     slots = torch.zeros(2, 64, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="pageable"):
-        fetch_triton(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda())
+        marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")
+        fetch_triton(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda(), marks)

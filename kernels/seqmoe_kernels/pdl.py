@@ -1,0 +1,38 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+
+Such a kernel may read ahead what no kernel writes (weights), and waits before it touches anything
+else. On the devices that cannot do it (and in the interpreter) the same kernels start one after
+the other.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@functools.cache
+def use_pdl(device: torch.device) -> bool:
+    """Whether kernels on this device are launched with `launch_pdl` and PDL = True."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Stands before the first access to memory that another kernel writes, or reads and this one
+    writes: returns when all kernels before have ended and their writes are visible."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """From here on the next kernel may start, as far as there is room for it."""
+    if PDL:
+        gdc_launch_dependents()
