@@ -24,6 +24,7 @@ from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
+from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_weights.layout import RecordLayout
@@ -205,6 +206,12 @@ class Engine:
     def record(self, recorder: TraceRecorder | None) -> None:
         """Let `recorder` see every forward from now on, without a CUDA graph; None ends it."""
         self._forward.record(recorder)
+
+    def replay(self, routing: ReplayedRouting | None) -> None:
+        """Let `routing` choose the experts of every single token in the place of the router, which
+        still runs and weighs them. To be called before the first answer: a captured CUDA graph
+        keeps the choice that it was captured with."""
+        self._forward.replay(routing)
 
     def reset_pool(self) -> None:
         """Make the pool cold."""

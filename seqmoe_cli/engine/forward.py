@@ -11,6 +11,7 @@ from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models.decoder import Decoder
 from seqmoe_cli.residency.experts import PooledExperts
+from seqmoe_cli.residency.replayed import ReplayedRouting
 
 PrefillProgress = Callable[[int, int], None]
 
@@ -40,6 +41,10 @@ class Forward:
         self._recorder = recorder
         self._experts.observer = None if recorder is None else recorder.routed
 
+    def replay(self, routing: ReplayedRouting | None) -> None:
+        """Let `routing` choose the experts of every single token; None gives the router its say."""
+        self._experts.replayed = routing
+
     def chunks(
         self,
         ids: Sequence[int],
@@ -60,7 +65,7 @@ class Forward:
                 x = self._decoder.layer(n, x, positions, self._kv, self._experts)
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
-            self._kv.advance(len(chunk))
+            self._advance(len(chunk))
             self._kv.commit(chunk)
             self._tell_recorder(chunk, x)
             yield x
@@ -72,10 +77,15 @@ class Forward:
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
             x = self._decoder.layer(n, x, positions, self._kv, self._experts)
-        self._kv.advance(1)
+        self._advance(1)
         if self._recorder is not None:
             self._tell_recorder([int(token)], x)
         return x
+
+    def _advance(self, num_tokens: int) -> None:
+        self._kv.advance(num_tokens)
+        if num_tokens == 1 and self._experts.replayed is not None:
+            self._experts.replayed.advance()
 
     def _tell_recorder(self, ids: Sequence[int], x: torch.Tensor) -> None:
         if self._recorder is not None:

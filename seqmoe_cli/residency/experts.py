@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_kernels import combine, expert_pairs
 from seqmoe_kernels.formats import ExpertFormat
 
@@ -27,11 +28,14 @@ class PooledExperts:
         self.fmt = fmt
         self.num_experts = num_experts
         self.observer: RoutingObserver | None = None
+        self.replayed: ReplayedRouting | None = None  # chooses the experts of single tokens
 
     def __call__(
         self, layer: int, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """h [T, H], expert ids int32 [T, K], weights f32 [T, K] -> [T, H] in h's dtype."""
+        if self.replayed is not None and ids.shape[0] == 1:
+            ids = self.replayed.choose(layer)
         if self.observer is not None:
             self.observer(layer, ids, weights)
         pairs = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
