@@ -8,9 +8,11 @@ import torch
 
 EMPTY, FETCHING, READY = 0, 1, 2  # values of PoolState.state
 
-# Indices into PoolState.counters. HITS to NO_VICTIM count lookups. FAULT is 0 until a slot held
-# another expert than the lookup table said. Times are sums in nanoseconds of the device's clock:
-# waiting for misses, steps from end to end, and the gaps between steps.
+# Indices into PoolState.counters. HITS to NO_VICTIM count lookups. Times are sums in nanoseconds of
+# the device's clock: waiting for misses, steps from end to end, and the gaps between steps.
+# FAULT is 0 until `verify_slots` sees a slot that does not hold the expert wanted; then, and for
+# good, it is that first fault in the 47 bits that a ring carries:
+#   bits 0-15 flat id wanted + 1, bits 16-30 slot, bits 31-46 flat id found + 1 (0: no id)
 HITS, MISSES, NO_VICTIM, FAULT, STALL_NS, STEP_NS, GAP_NS = range(7)
 NUM_COUNTERS = 7
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.

@@ -22,6 +22,7 @@ from seqmoe_kernels.gemv import linear_triton
 from seqmoe_kernels.lookup import resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import rms_norm_triton
+from seqmoe_kernels.proof import verify_slots_triton
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
 from seqmoe_kernels.rope import rotary_triton
 from seqmoe_kernels.router import route_triton
@@ -94,6 +95,7 @@ def call_residency_kernels() -> None:
     publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
     fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
+    verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 
 
 def main(arch: int) -> None:

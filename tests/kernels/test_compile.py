@@ -25,6 +25,7 @@ KERNELS = {
     "_rotary_kernel",
     "_route_kernel",
     "_span_kernel",
+    "_verify_kernel",
 }
 
 
