@@ -6,7 +6,6 @@ A leaf package: it knows tensors, ints and the structures of `formats`, no model
 from __future__ import annotations
 
 from seqmoe_kernels.attention import attention_decode
-from seqmoe_kernels.attention_step import attention_step
 from seqmoe_kernels.expert_mlp import expert_pairs
 from seqmoe_kernels.formats import (
     EMPTY,
@@ -25,7 +24,7 @@ from seqmoe_kernels.mixture import combine
 from seqmoe_kernels.norm import rms_norm
 from seqmoe_kernels.proof import Fault, verify_slots
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step, publish, read_entry
-from seqmoe_kernels.rope import Rotation, rotary
+from seqmoe_kernels.rope import rotary
 from seqmoe_kernels.router import route
 from seqmoe_kernels.sampling import SamplingState, sample
 from seqmoe_kernels.transfer import fetch
@@ -42,10 +41,8 @@ __all__ = [
     "Fault",
     "PoolState",
     "Resolved",
-    "Rotation",
     "SamplingState",
     "attention_decode",
-    "attention_step",
     "begin_step",
     "combine",
     "dequantize",
