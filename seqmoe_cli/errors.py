@@ -13,6 +13,7 @@ from seqmoe_weights.errors import (
 __all__ = [
     "CheckpointError",
     "PackedModelError",
+    "PoolError",
     "PromptError",
     "ResourceError",
     "SeqmoeError",
@@ -23,6 +24,10 @@ __all__ = [
 
 class UsageError(SeqmoeError):
     """A flag or argument that cannot be accepted; exit code 2."""
+
+
+class PoolError(SeqmoeError):
+    """A slot does not hold the expert that the lookup table says. The engine is of no more use."""
 
 
 class PromptError(SeqmoeError):

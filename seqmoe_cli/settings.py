@@ -67,10 +67,12 @@ class SamplingParams:
 @dataclass(frozen=True)
 class EngineOptions:
     """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
-    None means all free memory of the device."""
+    None means all free memory of the device. `verify`: prove, on the device, that every slot read
+    holds the expert asked for."""
 
     pool: PoolSize = PoolSize("auto")
     device: str = "auto"
     dtype: str = "auto"
     ctx_size: int = 8192
     vram_gib: float | None = None
+    verify: bool = False

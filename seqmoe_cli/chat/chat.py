@@ -19,7 +19,7 @@ from seqmoe_cli.chat.sampling import SamplingSettings
 from seqmoe_cli.chat.session import Exchange, Prompt, Session
 from seqmoe_cli.chat.stream import AnswerView
 from seqmoe_cli.engine.stats import TurnStats
-from seqmoe_cli.errors import SeqmoeError
+from seqmoe_cli.errors import PoolError, SeqmoeError
 from seqmoe_cli.settings import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class Chat:
         self.console.print(text, style=NOTICE_STYLE)
 
     def fail(self, error: SeqmoeError) -> None:
-        """Print an error; the chat goes on."""
+        """Print an error; the chat goes on. Not after a `PoolError`, which is raised again: nothing
+        that the engine would say now could be trusted."""
+        if isinstance(error, PoolError):
+            raise error
         self.say(error.message + (f"\n  {error.hint}" if error.hint else ""))
 
     def ask(self, user: str) -> None:

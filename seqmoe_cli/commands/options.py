@@ -63,6 +63,9 @@ CtxOption = Annotated[
         "-c", "--ctx-size", metavar="N", help="Context in tokens, at most the model's own."
     ),
 ]
+VerifyOption = Annotated[
+    bool, flag("--verify", help="Prove on the device that every expert read is the one asked for.")
+]
 
 PredictOption = Annotated[
     int | None, flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
@@ -108,6 +111,7 @@ def engine_options(
     device: str = DEFAULTS.device,
     dtype: str = DEFAULTS.dtype,
     ctx_size: int = DEFAULTS.ctx_size,
+    verify: bool = DEFAULTS.verify,
 ) -> EngineOptions:
     """Check the flags of a command line; raises `UsageError` naming the flag."""
     check_choice("--device", device, DEVICES)
@@ -115,7 +119,7 @@ def engine_options(
     check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
     if vram is not None:
         check_range("--vram", vram, 0.001, 100_000)
-    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram)
+    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram, verify)
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from seqmoe_cli.commands.options import (
     DtypeOption,
     ModelArgument,
     PoolOption,
+    VerifyOption,
     VramOption,
     engine_options,
     find_model,
@@ -42,6 +43,7 @@ def perplexity(
     vram: VramOption = DEFAULTS.vram_gib,
     device: DeviceOption = DEFAULTS.device,
     dtype: DtypeOption = DEFAULTS.dtype,
+    verify: VerifyOption = DEFAULTS.verify,
 ) -> None:
     """Measure how well a model predicts a text.
 
@@ -52,7 +54,9 @@ def perplexity(
     """
     if ctx_size < 2:
         raise UsageError(f"--ctx-size {ctx_size} leaves nothing to predict", "use 2 or more")
-    options = engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+    options = engine_options(
+        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size, verify=verify
+    )
     from seqmoe_cli.bench.perplexity import score
     from seqmoe_cli.bench.text import read_text
 

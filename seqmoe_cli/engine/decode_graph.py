@@ -124,7 +124,7 @@ class Decoding:
         number, asked_at = self._awaited.popleft()
         token, counters = self._ring.wait(number)
         before, self._taken_at = max(asked_at, self._taken_at), time.perf_counter()
-        return Taken(token, counters, self._taken_at - before)
+        return Taken(token, self._pool.checked(counters), self._taken_at - before)
 
     def _ask(self, work: Callable[[], None]) -> None:
         """Queue work that publishes one entry. Its number is used up first, so that work broken off

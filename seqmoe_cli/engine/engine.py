@@ -23,7 +23,7 @@ from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.experts import PooledExperts
-from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
+from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels.formats import ExpertFormat
@@ -51,8 +51,10 @@ class Engine:
         weights: dict[str, torch.Tensor],
         *,
         eager: bool = False,
+        verify: bool = False,
     ) -> None:
-        """`eager`: also a GPU decodes operation by operation, without a CUDA graph."""
+        """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify`: see
+        `EngineOptions`."""
         self.model = model
         self.config = model.config
         self.plan = plan
@@ -62,8 +64,10 @@ class Engine:
         self.fallbacks = list(plan.fallbacks)
         self.store = store
         self.kv = KVState(self.config, plan.ctx_size, plan.dtype, plan.device)
-        self.pool = ExpertPool(plan.num_slots, store.records, plan.device)
-        experts = PooledExperts(self.pool, expert_format(model.layout), self.config.num_experts)
+        fmt, num_experts = expert_format(model.layout), self.config.num_experts
+        stamps = Stamps(fmt.stamp, num_experts) if verify else None
+        self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps)
+        experts = PooledExperts(self.pool, fmt, num_experts)
         self._forward = Forward(build_decoder(self.config, weights), self.kv, experts)
         sampler = Sampler(self.config.vocab_size, plan.device)
         use_graph = plan.device.type == "cuda" and not eager
@@ -92,7 +96,7 @@ class Engine:
         weights = model.load_resident(
             plan.device, plan.dtype, lambda done, total: report("weights", done, total)
         )
-        return cls(model, store, plan, weights, eager=eager)
+        return cls(model, store, plan, weights, eager=eager, verify=options.verify)
 
     @property
     def token_ids(self) -> list[int]:
@@ -201,6 +205,7 @@ class Engine:
                 logp = self._forward.head(rows[: len(wanted)]).log_softmax(1)
                 likelihoods[done : done + len(wanted)] = logp.gather(1, wanted[:, None])[:, 0]
                 done += len(wanted)
+        self.pool.counters()  # raises if they are worth nothing
         return likelihoods.cpu()
 
     def record(self, recorder: TraceRecorder | None) -> None:

@@ -6,7 +6,6 @@ import time
 
 import torch
 
-from seqmoe_cli.residency.pool import PoolCounters
 from seqmoe_kernels import ENTRY_WORDS, PoolState, publish, read_entry
 
 _SIZE = 64  # entries; far more than steps that run ahead of the host
@@ -35,13 +34,14 @@ class TokenRing:
         """Queue the writing of one entry: `token` int64 [1] and the pool's counters."""
         publish(token, pool, self._entries, self._number)
 
-    def wait(self, number: int) -> tuple[int, PoolCounters]:
-        """An entry that has been asked for: token, counters. Other threads run meanwhile."""
+    def wait(self, number: int) -> tuple[int, list[int]]:
+        """An entry that has been asked for: the token, and the numbers of `PoolState.counters`.
+        Other threads run meanwhile."""
         while True:
             idle = self._stream is None or self._stream.query()  # also raises the device's errors
             if (entry := read_entry(self._entries, number)) is not None:
                 token, *counters = entry
-                return token, PoolCounters.checked(counters)
+                return token, counters
             if idle:
                 raise AssertionError(f"the device is idle and has not written entry {number}")
             time.sleep(_NAP_S)

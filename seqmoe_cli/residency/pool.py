@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from seqmoe_kernels import fetch, resolve
+from seqmoe_cli.errors import PoolError, UnsupportedError
+from seqmoe_kernels import Fault, fetch, resolve, verify_slots
 from seqmoe_kernels.formats import (
     EMPTY,
+    FAULT,
     GAP_NS,
     HITS,
     MISSES,
@@ -18,6 +20,7 @@ from seqmoe_kernels.formats import (
     STEP_NS,
     PoolState,
 )
+from seqmoe_kernels.proof import MAX_VERIFIED_EXPERTS
 from seqmoe_kernels.publish import VALUE_BITS
 
 
@@ -34,30 +37,52 @@ class PoolCounters(NamedTuple):
     step_ns: int
     gap_ns: int
 
-    @classmethod
-    def checked(cls, values: Sequence[int]) -> PoolCounters:
-        """From the numbers of `PoolState.counters`; a miss without a victim is a broken program."""
-        if values[NO_VICTIM]:
-            raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
-        return cls(*(values[i] for i in (HITS, MISSES, STALL_NS, STEP_NS, GAP_NS)))
-
     def since(self, before: PoolCounters) -> PoolCounters:
         """What was counted after `before`."""
         pairs = zip(self, before, strict=True)
         return PoolCounters(*((after - then) % (1 << VALUE_BITS) for after, then in pairs))
 
 
+class Stamps(NamedTuple):
+    """Where a record has its I64 flat id, and how many experts of a layer the ids count."""
+
+    offset: int
+    num_experts: int
+
+    def describe(self, fault: Fault) -> str:
+        found = "something else" if fault.found is None else self._name(fault.found)
+        return f"slot {fault.slot} should hold {self._name(fault.wanted)}, but holds {found}"
+
+    def _name(self, flat_id: int) -> str:
+        layer, expert = divmod(flat_id, self.num_experts)
+        return f"layer {layer}, expert {expert}"
+
+
 class ExpertPool:
     """`num_slots` slots of one record each on `device`, filled from `records`.
 
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
-    expert id. The victim of a miss is the expert whose last use is longest ago (LRU).
+    expert id. The victim of a miss is the expert whose last use is longest ago (LRU). With
+    `stamps`, every slot that is handed out is verified; else that costs nothing.
     """
 
-    def __init__(self, num_slots: int, records: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        records: torch.Tensor,
+        device: torch.device,
+        stamps: Stamps | None = None,
+    ) -> None:
         num_experts, record_bytes = records.shape
+        if stamps and num_experts > MAX_VERIFIED_EXPERTS:
+            raise UnsupportedError(
+                f"--verify: the model has {num_experts:,} experts in all layers, it can tell "
+                f"{MAX_VERIFIED_EXPERTS:,}",
+                "leave it out",
+            )
         self.records = records
         self.num_slots = num_slots
+        self.stamps = stamps
         self.slots = torch.empty((num_slots, record_bytes), dtype=torch.uint8, device=device)
         self.state = PoolState.cold(num_experts, num_slots, device)
 
@@ -70,6 +95,9 @@ class ExpertPool:
         resolved = resolve(flat_ids, self.state)
         misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
         fetch(self.records, self.slots, *misses, self.state.marks)
+        if self.stamps:
+            slots, counters = resolved.slots, self.state.counters
+            verify_slots(flat_ids, slots, self.slots, self.stamps.offset, counters)
         return resolved.slots
 
     def is_resident(self, flat_ids: torch.Tensor) -> torch.Tensor:
@@ -78,7 +106,20 @@ class ExpertPool:
 
     def counters(self) -> PoolCounters:
         """Read the counters (waits for the device)."""
-        return PoolCounters.checked(self.state.counters.tolist())
+        return self.checked(self.state.counters.tolist())
+
+    def checked(self, values: Sequence[int]) -> PoolCounters:
+        """From the numbers of `PoolState.counters`. Raises `PoolError` once a slot held another
+        expert than the one wanted; a miss without a victim is a broken program."""
+        if values[NO_VICTIM]:
+            raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
+        if values[FAULT] and self.stamps:
+            raise PoolError(
+                self.stamps.describe(Fault.decode(values[FAULT])),
+                "no token came of it; start again, and if it comes back, suspect the memory of "
+                "this machine",
+            )
+        return PoolCounters(*(values[i] for i in (HITS, MISSES, STALL_NS, STEP_NS, GAP_NS)))
 
     def reset(self) -> None:
         """Make the pool cold: every slot EMPTY. Tags go on counting."""
