@@ -39,7 +39,8 @@ LAYERS = {
     | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_weights"}
     | {"jinja2", "rich", "prompt_toolkit"},
     "seqmoe_cli.bench": CALM
-    | {"seqmoe_cli.engine", "seqmoe_cli.chat", "seqmoe_weights", "torch", "rich"},
+    | {"seqmoe_cli.engine", "seqmoe_cli.chat", "seqmoe_cli.forecast", "seqmoe_cli.residency"}
+    | {"seqmoe_weights", "torch", "numpy", "rich"},
 }
 HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit"]
 ABOVE = {"seqmoe_cli.commands", "seqmoe_cli.main", "seqmoe_cli.__main__"}  # may import all of them
