@@ -101,8 +101,8 @@ class Decoding:
         self._awaited: deque[tuple[int, float]] = deque()  # entries asked for: number, when
         self._taken_at = 0.0
         self._num_left = 0  # steps that may still be issued
-        self._eager_steps = EagerSteps(self._step)
-        self.issue: Issuer = self._eager_steps if eager else GraphSteps(self._step)
+        self._eager_steps = EagerSteps(self.step)
+        self.issue: Issuer = self._eager_steps if eager else GraphSteps(self.step)
 
     def begin(self, params: SamplingParams, prompt_ids: Sequence[int], max_steps: int) -> None:
         """Start an answer of at most `max_steps` steps beside the first token."""
@@ -133,7 +133,8 @@ class Decoding:
         self._ring.next_number += 1
         work()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step, operation by operation: what `issue` captures."""
         begin_step(self._pool.state)
         self._choose(self._forward.one(self._token))
 
