@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.norm import rms_norm_reference
+
+
+class Rotation(NamedTuple):
+    """How a layer normalises (or not: None) and rotates its query and key heads.
+
+    A norm of D weights is one of each head, a norm of n * D one over all n heads together.
+    """
+
+    inv_freq: torch.Tensor  # f32 [D/2]
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
 
 
 def rotary_reference(
