@@ -25,6 +25,7 @@ from seqmoe_kernels import (
     READY,
     ExpertFormat,
     PoolState,
+    SamplingState,
     attention_decode,
     combine,
     expert_pairs,
@@ -34,6 +35,7 @@ from seqmoe_kernels import (
     rms_norm,
     rotary,
     route,
+    sample,
 )
 from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
 from seqmoe_kernels.formats import NUM_MARKS
@@ -176,6 +178,25 @@ def small_cases() -> Iterator[Case]:
     yield Case("route", 2 * EXPERTS, [lambda: route(logits, TOP_K, True)] * 32)
 
 
+def sampling_cases() -> Iterator[Case]:
+    settings = {  # temperature, top_k, top_p, min_p
+        "greedy": (0, 0, 1, 0),
+        "without filters": (1, 0, 1, 0),
+        "top-k": (0.7, 20, 1, 0),
+        "top-p": (0.7, 0, 0.95, 0),
+        "all filters": (0.7, 20, 0.95, 0.05),
+    }
+    logits = torch.randn(VOCAB, device="cuda").mul(3).bfloat16().float()
+    for name, filters in settings.items():
+        state = SamplingState(
+            torch.tensor((*filters, 1.1, 0.1, 0.1), device="cuda"),
+            torch.tensor([7, 0], device="cuda"),
+            torch.zeros(VOCAB, device="cuda"),
+            torch.zeros(VOCAB, dtype=torch.bool, device="cuda"),
+        )
+        yield Case(f"sample, {name}", 9 * VOCAB, [lambda s=state: sample(logits, s)] * 32)
+
+
 def attention_cases() -> Iterator[Case]:
     capacity = 8192
     q = torch.randn((HEADS, HEAD_DIM), dtype=BF16, device="cuda")
@@ -227,6 +248,7 @@ def full_pool(num_experts: int, num_slots: int) -> PoolState:
 def all_cases() -> Iterator[Case]:
     slots = random_slots()
     yield from small_cases()
+    yield from sampling_cases()
     yield from matrix_cases()
     yield from expert_cases(slots)
     yield from attention_cases()

@@ -26,7 +26,8 @@ from seqmoe_kernels.proof import Fault, verify_slots
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step, publish, read_entry
 from seqmoe_kernels.rope import rotary
 from seqmoe_kernels.router import route
-from seqmoe_kernels.sampling import SamplingState, sample
+from seqmoe_kernels.sampling import sample
+from seqmoe_kernels.sampling_state import SamplingState
 from seqmoe_kernels.transfer import fetch
 
 __all__ = [

@@ -8,6 +8,7 @@ the other.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,11 @@ def use_pdl(device: torch.device) -> bool:
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that calls the two functions below."""
+    return {"PDL": True, "launch_pdl": True} if use_pdl(device) else {"PDL": False}
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from seqmoe_kernels import SamplingState, sample
 class Sampler:
     """The sampling state of the answer under way, in tensors that stay where they are.
 
-    The order of penalties and filters is that of `seqmoe_kernels.sample`. The same seed gives the
-    same random numbers on every device.
+    The order of penalties and filters is that of `seqmoe_kernels.sample`. The same seed and the
+    same logits give the same tokens on every device.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -40,5 +40,5 @@ class Sampler:
         state.seen.index_fill_(0, prompt, True)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits f32 [vocab_size] -> token id int64 [1], which is then part of the answer."""
+        """Logits [vocab_size] -> token id int64 [1], which is then part of the answer."""
         return sample(logits, self.state)

@@ -26,9 +26,11 @@ from seqmoe_kernels.proof import verify_slots_triton
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
 from seqmoe_kernels.rope import rotary_triton
 from seqmoe_kernels.router import route_triton
+from seqmoe_kernels.sampling_kernels import sample_triton
+from seqmoe_kernels.sampling_state import NUM_SETTINGS, SamplingState
 from seqmoe_kernels.transfer import fetch_triton
 
-HIDDEN, INTER, TOP_K = 2048, 768, 8
+HIDDEN, INTER, TOP_K, VOCAB = 2048, 768, 8, 151936
 
 
 class AbsentGpu:
@@ -98,6 +100,13 @@ def call_residency_kernels() -> None:
     verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 
 
+def call_sampling_kernels() -> None:
+    settings, counts = (tensor(n, dtype=torch.float32) for n in (NUM_SETTINGS, VOCAB))
+    stream, seen = tensor(2, dtype=torch.int64), tensor(VOCAB, dtype=torch.bool)
+    logits = tensor(VOCAB, dtype=torch.float32)
+    sample_triton(logits, SamplingState(settings, stream, counts, seen))
+
+
 def main(arch: int) -> None:
     launch = JITFunction.run
     names: list[str] = []
@@ -114,6 +123,7 @@ def main(arch: int) -> None:
     call_residency_kernels()
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)
     call_decode_kernels(torch.float32, torch.bfloat16)
+    call_sampling_kernels()
     print("\n".join(names))
 
 

@@ -17,6 +17,8 @@ from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import rms_norm_triton
 from seqmoe_kernels.rope import rotary_triton
 from seqmoe_kernels.router import route_triton
+from seqmoe_kernels.sampling_kernels import sample_triton
+from seqmoe_kernels.sampling_state import SamplingState
 from seqmoe_kernels.transfer import fetch_triton
 
 FMT = ExpertFormat(torch.bfloat16, 64, 32, 0, 4096, 8192, -1, -1, -1, 12288, 16384)
@@ -30,6 +32,13 @@ def pool(num_slots: int) -> PoolState:
     return PoolState.cold(num_slots, num_slots, torch.device("cpu"))
 
 
+def sampling(logits: torch.Tensor, **changed: torch.Tensor) -> Callable[[], object]:
+    """Sampling from a vocabulary of 8 tokens, but for what is `changed`."""
+    counts = torch.zeros(8)
+    state = SamplingState(torch.zeros(7), torch.zeros(2).long(), counts, counts.bool())
+    return lambda: sample_triton(logits, state._replace(**changed))
+
+
 def refusals() -> list[tuple[str, Callable[[], object]]]:
     """(what the message must contain, a call)."""
     square = torch.zeros(32, 32)
@@ -41,6 +50,12 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     records = torch.zeros(3, 40, dtype=torch.uint8)
     marks = torch.zeros(NUM_MARKS, dtype=torch.int64)
     return [
+        ("torch.int64", sampling(torch.zeros(8).long())),
+        ("[1, 8]", sampling(torch.zeros(1, 8))),
+        ("empty", sampling(torch.zeros(0))),
+        ("[9]", sampling(torch.zeros(9))),
+        ("[6]", sampling(torch.zeros(8), settings=torch.zeros(6))),
+        ("torch.uint8", sampling(torch.zeros(8), seen=torch.zeros(8).byte())),
         ("torch.float64", lambda: rms_norm_triton(square.double(), square[0].double(), 1e-6)),
         ("[31]", lambda: rms_norm_triton(square, torch.zeros(31), 1e-6)),
         ("(1, 32)", lambda: rms_norm_triton(square.t(), square[0], 1e-6)),
