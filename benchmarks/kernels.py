@@ -24,17 +24,19 @@ import torch
 from seqmoe_kernels import (
     READY,
     ExpertFormat,
+    Matrix,
+    Norm,
     PoolState,
+    Rotation,
+    Routing,
     SamplingState,
-    attention_decode,
-    combine,
-    expert_pairs,
+    attention_step,
+    choose,
+    expert_mlp,
     fetch,
-    linear,
+    linears,
     resolve,
     rms_norm,
-    rotary,
-    route,
     sample,
 )
 from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
@@ -42,7 +44,7 @@ from seqmoe_kernels.formats import NUM_MARKS
 
 HIDDEN, INTER, EXPERTS, TOP_K, LAYERS, VOCAB = 2048, 768, 128, 8, 48, 151936
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
-MATRICES = {"qkv fp8": (5120, HIDDEN), "k fp8": (512, HIDDEN), "o fp8": (HIDDEN, 4096)}
+QUERIES, KEYS = 32 * 128, 4 * 128
 PART = HIDDEN * INTER
 SCALES = PART // 128**2 * 4
 FORMAT = ExpertFormat(
@@ -128,54 +130,57 @@ def random_matrices(rows: int, cols: int, dtype: torch.dtype) -> list[torch.Tens
     return [torch.randn((rows, cols), dtype=dtype, device="cuda") for _ in range(count)]
 
 
-def pairs_of_slots() -> list[torch.Tensor]:
-    order = torch.randperm(NUM_SLOTS, device="cuda").int()
-    return list(order.view(-1, 1, TOP_K))
+def orders_of_slots() -> list[torch.Tensor]:
+    return list(torch.randperm(NUM_SLOTS, device="cuda").int().view(-1, TOP_K))
+
+
+def fp8_matrices(*rows: int, cols: int) -> list[list[Matrix]]:
+    """Groups of matrices that read one vector, as many groups as go beyond the L2 cache."""
+    groups = [random_matrices(size, cols, torch.float8_e4m3fn) for size in rows]
+    scales = [torch.rand((size // 128, cols // 128), device="cuda") for size in rows]
+    return [
+        [Matrix(w, s) for w, s in zip(ws, scales, strict=True)] for ws in zip(*groups, strict=False)
+    ]
 
 
 def matrix_cases() -> Iterator[Case]:
-    for name, (rows, cols) in MATRICES.items():
-        x = torch.randn((1, cols), dtype=BF16, device="cuda")
-        scale = torch.rand((rows // 128, cols // 128), device="cuda")
-        weights = random_matrices(rows, cols, torch.float8_e4m3fn)
-        calls = [lambda x=x, w=w, s=scale: linear(x, w, s) for w in weights]
-        yield Case(f"linear {name} {rows}x{cols}", rows * cols + 4 * scale.numel(), calls)
-    for name, rows in (("router bf16", EXPERTS), ("lm_head bf16", VOCAB)):
-        x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
-        weights = random_matrices(rows, HIDDEN, BF16)
-        calls = [lambda x=x, w=w: linear(x, w) for w in weights]
-        yield Case(f"linear {name} {rows}x{HIDDEN}", 2 * rows * HIDDEN, calls)
+    x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+    norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
+    groups = fp8_matrices(QUERIES, KEYS, KEYS, cols=HIDDEN)
+    calls = [lambda g=g: linears(x, g, norm) for g in groups]
+    num_bytes = (QUERIES + 2 * KEYS) * HIDDEN
+    yield Case("norm, q, k, v (fp8)", num_bytes + num_bytes // 4096, calls)
+    mixed = torch.randn((1, QUERIES), dtype=BF16, device="cuda")
+    groups = fp8_matrices(HIDDEN, cols=QUERIES)
+    calls = [lambda g=g: linears(mixed, g, None, x) for g in groups]
+    yield Case("o and residual (fp8)", QUERIES * HIDDEN + QUERIES * HIDDEN // 4096, calls)
+    weights = random_matrices(EXPERTS, HIDDEN, BF16)
+    calls = [lambda w=w: linears(x, [Matrix(w)], norm) for w in weights]
+    yield Case("norm, router (bf16)", 2 * EXPERTS * HIDDEN, calls)
+    weights = random_matrices(VOCAB, HIDDEN, BF16)
+    calls = [lambda w=w: linears(x, [Matrix(w)]) for w in weights]
+    yield Case("lm_head (bf16)", 2 * VOCAB * HIDDEN, calls)
 
 
 def expert_cases(slots: torch.Tensor) -> Iterator[Case]:
     x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+    norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
-    out = torch.empty((1, TOP_K, HIDDEN), device="cuda")
-    pairs = pairs_of_slots()
+    shares = torch.rand(TOP_K, device="cuda")
+    orders = orders_of_slots()
     part = TOP_K * (PART + SCALES)
-    calls = [lambda p=p: gate_up_triton(x, slots, p, FORMAT) for p in pairs]
-    yield Case("experts gate+up", 2 * part, calls)
-    calls = [lambda p=p: down_triton(act, slots, p, FORMAT, out) for p in pairs]
-    yield Case("experts down", part, calls)
-    calls = [lambda p=p: expert_pairs(x, slots, p, FORMAT, out) for p in pairs]
-    yield Case("experts both", 3 * part, calls)
-    weights = torch.rand((1, TOP_K), device="cuda")
-    combined = [lambda: combine(out, weights, BF16)] * 32
-    yield Case("combine", (4 * TOP_K + 2) * HIDDEN, combined)
+    calls = [lambda p=p: gate_up_triton(x, norm, slots, p, FORMAT) for p in orders]
+    yield Case("experts: norm, gate, up", 2 * part, calls)
+    calls = [lambda p=p: down_triton(act, slots, p, shares, x, FORMAT) for p in orders]
+    yield Case("experts: down, sum, residual", part, calls)
+    calls = [lambda p=p: expert_mlp(x, norm, slots, p, shares, FORMAT) for p in orders]
+    yield Case("experts", 3 * part, calls)
 
 
 def small_cases() -> Iterator[Case]:
     x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
     gain = torch.randn(HIDDEN, dtype=BF16, device="cuda")
     yield Case("rms_norm", 6 * HIDDEN, [lambda: rms_norm(x, gain, 1e-6)] * 32)
-    heads = torch.randn((1, HEADS, HEAD_DIM), dtype=BF16, device="cuda")
-    position = torch.tensor([1234], device="cuda")
-    inv_freq = torch.rand(HEAD_DIM // 2, device="cuda")
-    head_gain = torch.randn(HEAD_DIM, dtype=BF16, device="cuda")
-    calls = [lambda: rotary(heads, position, inv_freq, head_gain, 1e-6)] * 32
-    yield Case("rotary and norm of q", 4 * heads.numel(), calls)
-    logits = torch.randn((1, EXPERTS), dtype=BF16, device="cuda")
-    yield Case("route", 2 * EXPERTS, [lambda: route(logits, TOP_K, True)] * 32)
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -198,14 +203,16 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    capacity = 8192
-    q = torch.randn((HEADS, HEAD_DIM), dtype=BF16, device="cuda")
-    shape = (8, 2, capacity, KV_HEADS, HEAD_DIM)
+    shape = (8, 2, 8192, KV_HEADS, HEAD_DIM)
     states = torch.randn(shape, dtype=BF16, device="cuda")
-    for context in (1, 512, 4096):
-        length = torch.tensor([context], dtype=torch.int32, device="cuda")
+    row = torch.randn((1, (HEADS + 2 * KV_HEADS) * HEAD_DIM), dtype=BF16, device="cuda")
+    qkv = row.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
+    gain = torch.randn(HEAD_DIM, dtype=BF16, device="cuda")
+    rotation = Rotation(torch.rand(HEAD_DIM // 2, device="cuda"), gain, gain, 1e-6)
+    for context in (100, 4096):
+        position = torch.tensor([context - 1], device="cuda")
         calls = [
-            lambda s=state, n=length: attention_decode(q, s[0], s[1], n, HEAD_DIM**-0.5)
+            lambda s=state, p=position: attention_step(*qkv, *s, p, rotation, HEAD_DIM**-0.5)
             for state in states
         ]
         num_bytes = 2 * 2 * context * KV_HEADS * HEAD_DIM
@@ -214,16 +221,20 @@ def attention_cases() -> Iterator[Case]:
 
 def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
     num_experts, num_slots = LAYERS * EXPERTS, LAYERS * EXPERTS * 45 // 100
-    for missing in (0, 2, TOP_K):
+    logits = torch.randn((64, 1, EXPERTS), dtype=BF16, device="cuda")
+    routing = Routing(EXPERTS, TOP_K, True)
+    pool = full_pool(num_experts, num_slots)
+    calls = [lambda g=g: choose(g, 0, routing, pool) for g in logits]
+    yield Case("route and resolve, no miss", 0, calls)
+    # So many new experts in a row that LRU has dropped the first when they come round again.
+    fresh = torch.arange(num_slots, num_experts, dtype=torch.int32, device="cuda")
+    for missing in (2, TOP_K):
         pool = full_pool(num_experts, num_slots)
-        # So many new experts in a row that LRU has dropped the first when they come round again.
-        fresh = torch.arange(num_slots, num_experts, dtype=torch.int32, device="cuda")
         kept = torch.arange(TOP_K - missing, dtype=torch.int32, device="cuda")
-        whole = len(fresh) // max(missing, 1) * missing
-        parts = fresh[:whole].split(missing) if missing else [fresh[:0]] * 64
+        parts = fresh[: len(fresh) // missing * missing].split(missing)
         wanted = [torch.cat((kept, part)) for part in parts]
         calls = [lambda w=w, p=pool: resolve(w, p) for w in wanted]
-        yield Case(f"resolve with {missing} misses", 0 if missing == 0 else 12 * num_slots, calls)
+        yield Case(f"resolve with {missing} misses", 12 * num_slots, calls)
     records = torch.randint(0, 127, (NUM_SLOTS, FORMAT.record_bytes), dtype=torch.uint8)
     records = records.pin_memory()
     marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")

@@ -1,9 +1,10 @@
 """Which tilings make the matrix-vector kernels fastest, in the shapes of Qwen3-30B-A3B-FP8.
 
-    python benchmarks/tilings.py [--only NAME]
+    python benchmarks/tilings.py [--only NAME] [--compile]
 
-Prints the best of each kernel; times are those of kernels.py. A choice that is better everywhere
-belongs into `seqmoe_kernels.gemv.tiling_for`.
+Prints the best of each kernel; times are those of kernels.py. With --compile nothing is measured:
+several such processes, one for each NAME, fill Triton's cache sooner than the measurement alone. A
+choice that is better everywhere belongs into `seqmoe_kernels.tiling`.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ import torch
 
 from benchmarks.kernels import (
     BF16,
+    EXPERTS,
     FORMAT,
     HIDDEN,
     INTER,
-    MATRICES,
+    KEYS,
+    QUERIES,
     TOP_K,
-    VOCAB,
+    fp8_matrices,
     microseconds,
-    pairs_of_slots,
+    orders_of_slots,
     random_matrices,
     random_slots,
 )
+from seqmoe_kernels import Matrix, Norm
 from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
-from seqmoe_kernels.gemv import Tiling, linear_triton
+from seqmoe_kernels.gemv import linears_triton
+from seqmoe_kernels.tiling import Tiling
 
 
 class Subject(NamedTuple):
@@ -45,32 +50,32 @@ class Subject(NamedTuple):
 
 
 def subjects() -> Iterator[Subject]:
-    slots, pairs = random_slots(), pairs_of_slots()
+    slots, orders = random_slots(), orders_of_slots()
     x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
+    norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
-    out = torch.empty((1, TOP_K, HIDDEN), device="cuda")
-    calls = [lambda t, p=p: gate_up_triton(x, slots, p, FORMAT, t) for p in pairs]
+    shares = torch.rand(TOP_K, device="cuda")
+    calls = [lambda t, p=p: gate_up_triton(x, norm, slots, p, FORMAT, t) for p in orders]
     yield Subject("gate+up", HIDDEN, 1, calls)
-    calls = [lambda t, p=p: down_triton(act, slots, p, FORMAT, out, t) for p in pairs]
-    yield Subject("down", INTER, 1, calls)
-    for name, (rows, cols) in MATRICES.items():
-        vector = torch.randn((1, cols), dtype=BF16, device="cuda")
-        scale = torch.rand((rows // 128, cols // 128), device="cuda")
-        weights = random_matrices(rows, cols, torch.float8_e4m3fn)
-        calls = [
-            lambda t, v=vector, w=w, s=scale: linear_triton(v, w, s, tiling=t) for w in weights
-        ]
-        yield Subject(name, cols, 1, calls)
-    weights = random_matrices(VOCAB, HIDDEN, BF16)
-    calls = [lambda t, w=w: linear_triton(x, w, tiling=t) for w in weights]
-    yield Subject("lm_head", 2 * HIDDEN, 2, calls)
+    calls = [lambda t, p=p: down_triton(act, slots, p, shares, x, FORMAT, t) for p in orders]
+    yield Subject("down", TOP_K * INTER, 1, calls)
+    groups = fp8_matrices(QUERIES, KEYS, KEYS, cols=HIDDEN)
+    calls = [lambda t, g=g: linears_triton(x, g, norm, None, t) for g in groups]
+    yield Subject("qkv", HIDDEN, 1, calls)
+    mixed = torch.randn((1, QUERIES), dtype=BF16, device="cuda")
+    groups = fp8_matrices(HIDDEN, cols=QUERIES)
+    calls = [lambda t, g=g: linears_triton(mixed, g, None, x, t) for g in groups]
+    yield Subject("o", QUERIES, 1, calls)
+    weights = random_matrices(EXPERTS, HIDDEN, BF16)
+    calls = [lambda t, w=w: linears_triton(x, [Matrix(w)], norm, None, t) for w in weights]
+    yield Subject("router", 2 * HIDDEN, 2, calls)
 
 
 def candidates(row_bytes: int, itemsize: int) -> Iterator[Tiling]:
     """Tilings in which a thread has 2 to 8 loads of 16 bytes in each tile."""
-    for width in (256, 512, 1024, 2048):
+    for width in (512, 1024, 2048, 4096):
         num_tiles = -(-row_bytes // width)
-        for rows in (2, 4, 8, 16, 32):
+        for rows in (1, 2, 4, 8, 16):
             for warps in (1, 2, 4, 8):
                 loads = rows * width // (16 * 32 * warps)
                 if width // itemsize >= 128 and 2 <= loads <= 8:
@@ -80,6 +85,7 @@ def candidates(row_bytes: int, itemsize: int) -> Iterator[Tiling]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="part of the kernel's name")
+    parser.add_argument("--compile", action="store_true", help="only compile")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/tilings.py: no usable CUDA device", file=sys.stderr)
@@ -90,6 +96,9 @@ def main() -> int:
         results = []
         for tiling in candidates(subject.row_bytes, subject.itemsize):
             calls = [lambda call=call, t=tiling: call(t) for call in subject.calls[:16]]
+            if args.compile:
+                calls[0]()
+                continue
             results.append((microseconds(calls, 0.02), tiling))
         for us, tiling in sorted(results)[:6]:
             print(f"{subject.name:10}{us:9.2f} us  {tiling}", flush=True)

@@ -1,97 +1,47 @@
-"""The experts of chosen (token, expert) pairs, computed from the records that lie in slots.
+"""The experts of one token, from the records that lie in slots: two matrix-vector kernels.
 
-One token: two matrix-vector kernels over all of its pairs, gate and up with the activation, then
-down. Many tokens: one expert after the other, its weights decoded for a matrix product.
+The first normalises, multiplies with gate and up of all chosen experts and activates; the second
+multiplies with down, adds up the experts in the router's order, and adds the residual stream.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.expert_pairs import check_slots, expert_pairs
 from seqmoe_kernels.formats import ExpertFormat
-from seqmoe_kernels.fp8 import dequantize, num_blocks
-from seqmoe_kernels.gemv import Tiling, block_row, dot_rows, tiling_for
+from seqmoe_kernels.fp8 import BLOCK, kernel_codes
+from seqmoe_kernels.gemv import block_row, chunk_sums, dot_rows, load_tile, unbiased
+from seqmoe_kernels.mixture import combine_reference
+from seqmoe_kernels.norm import Norm, inverse_rms, rms_norm_reference
+from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.tiling import Tiling, tiling_for
+
+_BLOCK = tl.constexpr(BLOCK)
 
 
-def record_part(
-    record: torch.Tensor, offset: int, shape: tuple[int, int], dtype: torch.dtype
+def expert_mlp_reference(
+    x: torch.Tensor,
+    norm: Norm,
+    slots: torch.Tensor,
+    pair_slots: torch.Tensor,
+    weights: torch.Tensor,
+    fmt: ExpertFormat,
 ) -> torch.Tensor:
-    """View `shape` elements of `dtype` at byte `offset` of a uint8 record, without a copy."""
-    num_bytes = shape[0] * shape[1] * dtype.itemsize
-    return record[offset : offset + num_bytes].view(dtype).view(shape)
-
-
-def expert_weights(
-    record: torch.Tensor, fmt: ExpertFormat, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return gate, up [I, H] and down [H, I] of a uint8 record, decoded to `dtype`."""
-    wide, tall = (fmt.inter, fmt.hidden), (fmt.hidden, fmt.inter)
-    weights = []
-    for shape, offset, scale_offset in (
-        (wide, fmt.gate, fmt.gate_scale),
-        (wide, fmt.up, fmt.up_scale),
-        (tall, fmt.down, fmt.down_scale),
-    ):
-        weight = record_part(record, offset, shape, fmt.weight_dtype)
-        if fmt.weight_dtype == torch.float8_e4m3fn:
-            scale = record_part(record, scale_offset, num_blocks(*shape), torch.float32)
-            weights.append(dequantize(weight, scale, dtype))
-        else:
-            weights.append(weight.to(dtype))
-    return weights
-
-
-def _pairs_by_slot(pair_slots: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Map each slot in use to the flat indices (int64, ascending) of its pairs. Waits for a GPU."""
-    pairs: dict[int, list[int]] = {}
-    for pair, slot in enumerate(pair_slots.flatten().tolist()):
-        if slot >= 0:
-            pairs.setdefault(slot, []).append(pair)
-    order = [pair for group in pairs.values() for pair in group]
-    indices = torch.tensor(order, dtype=torch.int64, device=pair_slots.device)
-    groups = indices.split([len(group) for group in pairs.values()])
-    return dict(zip(pairs, groups, strict=True))
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x weight^T in f32, summed in f32."""
-    if x.is_cuda and x.dtype != torch.float32:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return x.float() @ weight.float().t()
-
-
-def _expert_by_expert(
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    pair_slots: torch.Tensor,
-    fmt: ExpertFormat,
-    out: torch.Tensor,
-    weight_dtype: torch.dtype,
-) -> None:
-    for slot, pairs in _pairs_by_slot(pair_slots).items():
-        gate, up, down = expert_weights(slots[slot], fmt, weight_dtype)
-        rows = x[pairs // pair_slots.shape[1]]
-        act = F.silu(_product(rows, gate)) * _product(rows, up)
-        out.view(-1, fmt.hidden)[pairs] = _product(act.to(x.dtype), down)
-
-
-def expert_pairs_reference(
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    pair_slots: torch.Tensor,
-    fmt: ExpertFormat,
-    out: torch.Tensor,
-) -> None:
-    _expert_by_expert(x, slots, pair_slots, fmt, out, torch.float32)
+    h = rms_norm_reference(x, *norm)
+    pairs = torch.empty((1, len(pair_slots), fmt.hidden), device=x.device)
+    expert_pairs(h, slots, pair_slots.unsqueeze(0), fmt, pairs)
+    return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
 
 
 @triton.jit
 def _gate_up_kernel(
     x,
+    gain,
+    eps,
     weights,
     scales,
     pair_slots,
@@ -107,21 +57,49 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     pair = tl.program_id(1)
-    slot = tl.load(pair_slots + pair).to(tl.int64)
-    if slot >= 0:
-        first = tl.program_id(0) * ROWS
-        lane = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
-        row = first + lane // 2
-        starts = slot * slot_weights + GATE + lane % 2 * (UP - GATE) + row * H
-        of_slot = scales + slot * slot_scales + block_row(first, H)
-        of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
-        both = dot_rows(weights, starts, row < I, x, of_gate, of_up, H, BLOCK_K, TILES)
-        gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
-        value = gate / (1 + tl.exp(-gate)) * up
-        row = first + tl.arange(0, ROWS)
-        tl.store(act + pair * I + row, value.to(act.dtype.element_ty), mask=row < I)
+    slot = tl.maximum(tl.load(pair_slots + pair), 0).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    lane = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
+    row = first + lane // 2
+    starts = slot * slot_weights + GATE + lane % 2 * (UP - GATE) + row * H
+    ahead = load_tile(weights, starts, row < I, tl.arange(0, BLOCK_K), H)
+    inv_rms = inverse_rms(x, eps, H, BLOCK_H)
+    of_slot = scales + slot * slot_scales + block_row(first, H)
+    of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
+    both = dot_rows(
+        ahead, weights, starts, row < I, x, gain, inv_rms, of_gate, of_up, H, BLOCK_K, TILES, True
+    )
+    gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
+    value = gate / (1 + tl.exp(-gate)) * up
+    row = first + tl.arange(0, ROWS)
+    tl.store(act + pair * I + row, value.to(act.dtype.element_ty), mask=row < I)
+
+
+@triton.jit
+def _down_tile(
+    weights,
+    slot,
+    row,
+    chunk,
+    inside,
+    slot_weights,
+    H: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    DOWN: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Chunks of rows [ROWS, chunks, CHUNK]; `chunk` [chunks] counts columns through all experts."""
+    start = slot.to(tl.int64) * slot_weights + DOWN + chunk % I
+    at = start[None, :, None] + (row * I)[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, [1, 1, CHUNK]), [1, 1, CHUNK])
+    mask = (row < H)[:, None, None] & inside[None, :, None]
+    return tl.load(weights + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -130,6 +108,8 @@ def _down_kernel(
     weights,
     scales,
     pair_slots,
+    pair_weights,
+    residual,
     out,
     slot_weights,
     slot_scales,
@@ -137,66 +117,89 @@ def _down_kernel(
     I: tl.constexpr,  # noqa: E741
     DOWN: tl.constexpr,
     DOWN_SCALE: tl.constexpr,
+    TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    pair = tl.program_id(1)
-    slot = tl.load(pair_slots + pair).to(tl.int64)
-    if slot >= 0:
-        first = tl.program_id(0) * ROWS
-        row = first + tl.arange(0, ROWS)
-        starts = slot * slot_weights + DOWN + row * I
-        of_slot = scales + slot * slot_scales + DOWN_SCALE + block_row(first, I)
-        x = act + pair * I
-        value = dot_rows(weights, starts, row < H, x, of_slot, of_slot, I, BLOCK_K, TILES)
-        tl.store(out + pair * H + row, value, mask=row < H)
+    # One product of rows as long as all experts together: activations [K * I] lie in a row, the
+    # weights of a row lie in K slots.
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    dtype: tl.constexpr = weights.dtype.element_ty
+    CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    LENGTH: tl.constexpr = TOP_K * I
+    of_rows = scales + DOWN_SCALE + block_row(first, I)
+    chunk = tl.arange(0, CHUNKS) * CHUNK
+    slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=chunk < LENGTH, other=0), 0)
+    ahead = _down_tile(weights, slot, row, chunk, chunk < LENGTH, slot_weights, H, I, DOWN, CHUNK)
+    total = tl.zeros((ROWS, CHUNKS), tl.float32)
+    for start in tl.static_range(0, LENGTH, BLOCK_K):
+        tile, here, slot_here, inside = ahead, chunk, slot, chunk < LENGTH
+        if start + BLOCK_K < LENGTH:
+            chunk += BLOCK_K
+            following = chunk < LENGTH
+            slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=following, other=0), 0)
+            ahead = _down_tile(
+                weights, slot, row, chunk, following, slot_weights, H, I, DOWN, CHUNK
+            )
+        value = tl.load(
+            act + here[:, None] + tl.arange(0, CHUNK)[None, :], mask=inside[:, None], other=0.0
+        ).to(tl.float32)
+        factor = tl.load(pair_weights + here // I, mask=inside, other=0.0)
+        if dtype.primitive_bitwidth == 8:
+            factor *= tl.load(of_rows + slot_here.to(tl.int64) * slot_scales + here % I // _BLOCK)
+        total += chunk_sums(tile, value) * unbiased(factor, dtype)[None, :]
+    mixed = tl.sum(total, axis=1).to(out.dtype.element_ty).to(tl.float32)
+    before = tl.load(residual + row, mask=row < H, other=0).to(tl.float32)
+    tl.store(out + row, (before + mixed).to(out.dtype.element_ty), mask=row < H)
 
 
-def check_expert_pairs(
+def check_expert_mlp(
     x: torch.Tensor,
+    norm: Norm,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
+    weights: torch.Tensor,
     fmt: ExpertFormat,
-    out: torch.Tensor,
 ) -> None:
-    check("x", x, FLOATS, (-1, fmt.hidden), x.device)
-    check("slots", slots, torch.uint8, (-1, fmt.record_bytes), x.device)
-    check("pair_slots", pair_slots, torch.int32, (x.shape[0], -1), x.device)
-    check("out", out, torch.float32, (*pair_slots.shape, fmt.hidden), x.device)
-    if fmt.weight_dtype not in (*FLOATS, torch.float8_e4m3fn):
-        raise ValueError(f"records of {fmt.weight_dtype} are not supported")
-    if fmt.hidden % 16 or fmt.inter % 16:
-        sizes = f"{fmt.inter} x {fmt.hidden}"
-        raise ValueError(f"experts are {sizes}, expected multiples of 16")
-    offsets = (fmt.gate, fmt.up, fmt.down, fmt.record_bytes)
-    if any(offset % 16 for offset in offsets):
-        raise ValueError(f"record offsets are {offsets}, expected multiples of 16")
+    check("x", x, FLOATS, (1, fmt.hidden), x.device)
+    check("norm.weight", norm.weight, x.dtype, (fmt.hidden,), x.device)
+    check_slots(slots, fmt, x.device)
+    check("pair_slots", pair_slots, torch.int32, (-1,), x.device)
+    check("weights", weights, torch.float32, (len(pair_slots),), x.device)
 
 
 def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots as weights (FP8 codes as int8) and as f32 scales."""
+    """The slots as weights and as f32 scales."""
+    weights = slots.view(fmt.weight_dtype)
     fp8 = fmt.weight_dtype == torch.float8_e4m3fn
-    return slots.view(torch.int8 if fp8 else fmt.weight_dtype), slots.view(torch.float32)
+    return kernel_codes(weights) if fp8 else weights, slots.view(torch.float32)
 
 
 def gate_up_triton(
     x: torch.Tensor,
+    norm: Norm,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """The activations [K, I] of one token's pairs; the row of a pair without a slot is not set."""
+    """The activations [K, I] of one token's experts."""
     weights, scales = _typed_views(slots, fmt)
     size = fmt.weight_dtype.itemsize
-    num_pairs = pair_slots.shape[1]
+    num_pairs = len(pair_slots)
     if tiling is None:  # a program reads two rows for each one that it writes
         tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, x.device)
         tiling = tiling._replace(rows=tiling.rows // 2)
     act = torch.empty((num_pairs, fmt.inter), dtype=x.dtype, device=x.device)
     _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
         x,
+        norm.weight,
+        norm.eps,
         weights,
         scales,
         pair_slots,
@@ -212,8 +215,10 @@ def gate_up_triton(
         tiling.rows,
         tiling.columns,
         tiling.tiles,
+        triton.next_power_of_2(fmt.hidden),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
+        **pdl_options(x.device),
     )
     return act
 
@@ -222,64 +227,68 @@ def down_triton(
     act: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
     fmt: ExpertFormat,
-    out: torch.Tensor,
     tiling: Tiling | None = None,
-) -> None:
-    """Write the `down` products of one token's activations [K, I] into `out` (f32 [1, K, H])."""
-    weights, scales = _typed_views(slots, fmt)
-    num_pairs = pair_slots.shape[1]
+) -> torch.Tensor:
+    """`residual` [1, H] plus the `down` products of the activations [K, I], weighted."""
+    codes, scales = _typed_views(slots, fmt)
+    num_pairs = len(pair_slots)
     if tiling is None:
         tiling = tiling_for(fmt.hidden * num_pairs, fmt.inter, fmt.weight_dtype, act.device)
-    _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows), num_pairs)](
+    out = torch.empty_like(residual)
+    _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows),)](
         act,
-        weights,
+        codes,
         scales,
         pair_slots,
+        weights,
+        residual,
         out,
-        weights.stride(0),
+        codes.stride(0),
         scales.stride(0),
         fmt.hidden,
         fmt.inter,
         fmt.down // fmt.weight_dtype.itemsize,
         fmt.down_scale // 4,
+        num_pairs,
         tiling.rows,
         tiling.columns,
-        tiling.tiles,
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
+        **pdl_options(act.device),
     )
+    return out
 
 
-def expert_pairs_triton(
+def expert_mlp_triton(
     x: torch.Tensor,
+    norm: Norm,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
+    weights: torch.Tensor,
     fmt: ExpertFormat,
-    out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     check_kernel_device(x)
-    check_expert_pairs(x, slots, pair_slots, fmt, out)
-    if x.shape[0] == 1:
-        act = gate_up_triton(x, slots, pair_slots, fmt)
-        down_triton(act, slots, pair_slots, fmt, out)
-    else:
-        _expert_by_expert(x, slots, pair_slots, fmt, out, x.dtype)
+    check_expert_mlp(x, norm, slots, pair_slots, weights, fmt)
+    act = gate_up_triton(x, norm, slots, pair_slots, fmt)
+    return down_triton(act, slots, pair_slots, weights, x, fmt)
 
 
-def expert_pairs(
+def expert_mlp(
     x: torch.Tensor,
+    norm: Norm,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
+    weights: torch.Tensor,
     fmt: ExpertFormat,
-    out: torch.Tensor,
-) -> None:
-    """Write down(silu(gate(x)) * up(x)) of every pair into `out` (f32 [T, K, H]).
+) -> torch.Tensor:
+    """Return x plus the sum over K of `weights` times down(silu(gate(h)) * up(h)), h = norm(x).
 
-    `x` is [T, H], `slots` uint8 [S, R]; `pair_slots` (int32 [T, K]) names the slot of the k-th
-    expert of a token, -1 leaves `out` as it is. Sums are f32; the activation is rounded to the
-    dtype of `x`. A pair's bits depend neither on its slot nor on the other experts of the call.
-    With T > 1 the host waits for `pair_slots`.
+    `x` is [1, H], `slots` uint8 [S, R]; the K experts lie in the slots `pair_slots` (int32 [K]) and
+    weigh `weights` (f32 [K]). Products and their sums are f32; the activation and the sum over
+    the experts are rounded to the dtype of `x`. The bits do not depend on which slots they are.
     """
-    run = expert_pairs_triton if x.is_cuda else expert_pairs_reference
-    run(x, slots, pair_slots, fmt, out)
+    run = expert_mlp_triton if x.is_cuda else expert_mlp_reference
+    return run(x, norm, slots, pair_slots, weights, fmt)

@@ -1,11 +1,14 @@
 """FP8 weights in 128x128 blocks: what a byte means, and decoding a whole matrix.
 
-Kernels see the bytes as int8 and decode them with integer operations, exactly and on every card:
-the code's exponent and mantissa bits are moved to where f32 has them, which gives the value times
-2^-120 (the difference of the two exponent biases).
+Where the card converts FP8 by itself, kernels let it. Elsewhere they see the bytes as int8 and
+decode them with integer operations, just as exactly: the code's exponent and mantissa bits are
+moved to where f32 has them, which gives the value times 2^-120 (the difference of the two exponent
+biases).
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -16,6 +19,19 @@ from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
 _UNBIAS = tl.constexpr(2.0**120)
+
+
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions for it."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def kernel_codes(weight: torch.Tensor) -> torch.Tensor:
+    """FP8 weights as kernels on their device want to see them."""
+    return weight if converts_fp8(weight.device) else weight.view(torch.int8)
 
 
 def num_blocks(rows: int, cols: int) -> tuple[int, int]:

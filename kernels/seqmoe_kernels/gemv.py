@@ -3,12 +3,15 @@
 A matrix-vector product reads every weight once, so its speed is that of memory. Each thread takes
 16 consecutive bytes of a row at a time (a chunk), sums inside the chunk, multiplies by the scale of
 the chunk's block, and adds chunks up in a fixed order; the next tile is on its way meanwhile.
+
+One launch takes what belongs together: the norm before the product, up to three matrices that read
+the same vector, the residual stream after it.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,19 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.fp8 import BLOCK, decode_biased, dequantize, dequantize_reference, num_blocks
+from seqmoe_kernels.fp8 import (
+    BLOCK,
+    decode_biased,
+    dequantize,
+    dequantize_reference,
+    kernel_codes,
+    num_blocks,
+)
+from seqmoe_kernels.norm import Norm, inverse_rms, normalized, rms_norm, rms_norm_reference
+from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.tiling import Tiling, tiling_for
+
+MAX_MATRICES = 3
 
 _BLOCK = tl.constexpr(BLOCK)
 # The 2^120 that `decode_biased` leaves out, in two factors that neither overflow nor underflow.
@@ -24,37 +39,67 @@ _UNBIAS_INPUT = tl.constexpr(2.0**64)
 _UNBIAS_SCALE = tl.constexpr(2.0**56)
 
 
-def linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+class Matrix(NamedTuple):
+    """A linear layer: `weight` [out, in] in the dtype of its input, or float8_e4m3fn with `scale`
+    f32 [out/128, in/128] (rounded up), by which its 128x128 blocks are multiplied; `bias` [out]."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def linear_reference(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    weight, scale, bias = matrix
     if scale is None:
         return F.linear(x, weight, bias)
     wide = F.linear(x.float(), dequantize_reference(weight, scale, torch.float32))
     return (wide if bias is None else wide + bias).to(x.dtype)
 
 
+def linears_reference(
+    x: torch.Tensor,
+    matrices: Sequence[Matrix],
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    h = x if norm is None else rms_norm_reference(x, *norm)
+    out = [linear_reference(h, matrix) for matrix in matrices]
+    return out if residual is None else [residual + product for product in out]
+
+
 @triton.jit
-def _load_tile(weight, starts, inside, column, K: tl.constexpr):
+def load_tile(weight, starts, inside, column, K: tl.constexpr):
+    """Columns of rows that begin at element `starts` [rows]; zero where not `inside` or past K."""
     mask = inside[:, None] & (column < K)[None, :]
-    return tl.load(weight + starts[:, None] + column[None, :], mask=mask, other=0)
+    return tl.load(weight + starts[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _chunk_sums(tile, x, column, K: tl.constexpr, CHUNK: tl.constexpr):
-    value = tl.load(x + column, mask=column < K, other=0).to(tl.float32)
+def _vector(x, gain, inv_rms, column, K: tl.constexpr, NORM: tl.constexpr):
+    """Elements of `x` [K], normalised with NORM: f32."""
+    mask = column < K
+    value = tl.load(x + column, mask=mask, other=0.0)
+    if NORM:
+        factor = tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
+        value = normalized(value.to(tl.float32), factor, inv_rms, value.dtype)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def chunk_sums(tile, value):
+    """Products of weights [rows, chunks, CHUNK] with f32 values [chunks, CHUNK], summed within each
+    chunk: f32 [rows, chunks]. FP8 codes (int8) still want `unbiased` scales."""
     if tile.dtype == tl.int8:
-        product = decode_biased(tile) * (value * _UNBIAS_INPUT)[None, :]
+        product = decode_biased(tile) * (value * _UNBIAS_INPUT)[None, :, :]
     else:
-        product = tile.to(tl.float32) * value[None, :]
-    return tl.sum(tl.reshape(product, (tile.shape[0], tile.shape[1] // CHUNK, CHUNK)), axis=2)
+        product = tile.to(tl.float32) * value[None, :, :]
+    return tl.sum(product, axis=2)
 
 
 @triton.jit
-def _chunk_scales(scale, at, K: tl.constexpr):
-    return tl.load(scale + at // _BLOCK, mask=at < K, other=0) * _UNBIAS_SCALE
+def unbiased(scale, dtype: tl.constexpr):
+    """The scales that sums over weights of this dtype are to be multiplied with."""
+    return scale * _UNBIAS_SCALE if dtype == tl.int8 else scale
 
 
 @triton.jit
@@ -65,37 +110,51 @@ def block_row(row, K: tl.constexpr):
 
 @triton.jit
 def dot_rows(
+    ahead,
     weight,
     starts,
     inside,
     x,
+    gain,
+    inv_rms,
     scale,
     odd_scale,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Multiply rows of a weight with the vector `x` [K]: f32 [rows].
 
-    `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them. Int8
-    weights are FP8 codes: even rows take their scales at `scale`, odd ones at `odd_scale`.
+    `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them; `ahead`
+    is their first tile. One-byte weights have scales: even rows take theirs at `scale`, odd ones at
+    `odd_scale`. With NORM the vector is x * `inv_rms` * `gain` [K].
     """
-    CHUNK: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
+    dtype: tl.constexpr = weight.dtype.element_ty
+    CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
     odd = tl.arange(0, starts.shape[0]) % 2 == 1
     column = tl.arange(0, BLOCK_K)
-    chunk_start = tl.arange(0, BLOCK_K // CHUNK) * CHUNK
-    total = tl.zeros((starts.shape[0], BLOCK_K // CHUNK), tl.float32)
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    chunk_start = tl.arange(0, CHUNKS) * CHUNK
+    total = tl.zeros((starts.shape[0], CHUNKS), tl.float32)
     for first in range(0, K, TILES * BLOCK_K):
-        ahead = _load_tile(weight, starts, inside, first + column, K)
         for i in tl.static_range(TILES):
             tile, start = ahead, first + i * BLOCK_K
-            if i + 1 < TILES:
-                ahead = _load_tile(weight, starts, inside, start + BLOCK_K + column, K)
-            part = _chunk_sums(tile, x, start + column, K, CHUNK)
-            if weight.dtype.element_ty == tl.int8:
-                even_scales = _chunk_scales(scale, start + chunk_start, K)
-                odd_scales = _chunk_scales(odd_scale, start + chunk_start, K)
-                part *= tl.where(odd[:, None], odd_scales[None, :], even_scales[None, :])
+            if i + 1 < TILES or TILES * BLOCK_K < K:
+                ahead = load_tile(weight, starts, inside, start + BLOCK_K + column, K)
+            value = _vector(x, gain, inv_rms, start + column, K, NORM)
+            part = chunk_sums(
+                tl.reshape(tile, (starts.shape[0], CHUNKS, CHUNK)),
+                tl.reshape(value, (CHUNKS, CHUNK)),
+            )
+            if dtype.primitive_bitwidth == 8:
+                at = start + chunk_start
+                even = tl.load(scale + at // _BLOCK, mask=at < K, other=0.0)
+                if scale is not odd_scale:
+                    odds = tl.load(odd_scale + at // _BLOCK, mask=at < K, other=0.0)
+                    part *= unbiased(tl.where(odd[:, None], odds[None, :], even[None, :]), dtype)
+                else:
+                    part *= unbiased(even, dtype)[None, :]
             total += part
     return tl.sum(total, axis=1)
 
@@ -103,119 +162,169 @@ def dot_rows(
 @triton.jit
 def _gemv_kernel(
     x,
+    gain,
+    eps,
+    residual,
+    out,
     weight,
     scale,
     bias,
-    out,
-    num_rows,
+    rows,
+    weight_1,
+    scale_1,
+    bias_1,
+    rows_1,
+    weight_2,
+    scale_2,
+    bias_2,
+    rows_2,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    MATRICES: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
+    let_next_start(PDL)
+    block, place = tl.program_id(0), 0
+    if MATRICES > 1:  # noqa: SIM102 (one condition is the compiler's)
+        if block >= tl.cdiv(rows, ROWS):
+            block, place = block - tl.cdiv(rows, ROWS), place + rows
+            weight, scale, bias, rows = weight_1, scale_1, bias_1, rows_1
+            if MATRICES > 2:  # noqa: SIM102
+                if block >= tl.cdiv(rows, ROWS):
+                    block, place = block - tl.cdiv(rows, ROWS), place + rows
+                    weight, scale, bias, rows = weight_2, scale_2, bias_2, rows_2
+    first = block * ROWS
     row = first + tl.arange(0, ROWS)
-    inside = row < num_rows
-    scales = scale + block_row(first, K)
+    inside = row < rows
     starts = row.to(tl.int64) * K
-    result = dot_rows(weight, starts, inside, x, scales, scales, K, BLOCK_K, TILES)
+    ahead = load_tile(weight, starts, inside, tl.arange(0, BLOCK_K), K)
+    wait_for_inputs(PDL)
+    inv_rms = 0.0
+    if NORM:
+        inv_rms = inverse_rms(x, eps, K, BLOCK_H)
+    scales = scale + block_row(first, K)
+    result = dot_rows(
+        ahead, weight, starts, inside, x, gain, inv_rms, scales, scales, K, BLOCK_K, TILES, NORM
+    )
     if BIAS:
         result += tl.load(bias + row, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    at = place + row
+    if RESIDUAL:
+        before = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+        result = before + result.to(dtype).to(tl.float32)
+    tl.store(out + at, result.to(dtype), mask=inside)
 
 
-class Tiling(NamedTuple):
-    """How a matrix-vector product is cut into programs and turns of their loop."""
-
-    rows: int  # per program; a power of two, at most 128
-    columns: int  # of a tile; a power of two, at least 128
-    tiles: int  # per turn, each loaded while the one before it is summed
-    num_warps: int
-
-
-def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
-    """A warp reads up to 512 bytes of a row at once; a program has as many rows as leave two
-    programs for every multiprocessor. Depends on shape, dtype and device alone, never on data or
-    on the pool: another tiling may round a sum differently."""
-    widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
-    columns = min(widths, key=lambda width: _padded(cols, width))
-    tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
-    rows = 16
-    while rows > 2 and num_rows < rows * 2 * _num_multiprocessors(device):
-        rows //= 2
-    return Tiling(rows, columns, tiles if cols > columns else 1, min(4, max(1, rows // 4)))
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter runs one program after the other
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-def check_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+def check_linears(
+    x: torch.Tensor, matrices: Sequence[Matrix], norm: Norm | None, residual: torch.Tensor | None
 ) -> None:
     check("x", x, FLOATS, (-1, -1), x.device)
-    dtype = x.dtype if scale is None else torch.float8_e4m3fn
-    check("weight", weight, dtype, (-1, x.shape[1]), x.device)
-    rows, cols = weight.shape
-    if scale is not None:
-        check("scale", scale, torch.float32, num_blocks(rows, cols), x.device)
-    if bias is not None:
-        check("bias", bias, x.dtype, (rows,), x.device)
+    hidden = x.shape[1]
+    if not 1 <= len(matrices) <= MAX_MATRICES:
+        raise ValueError(f"{len(matrices)} matrices, expected 1 to {MAX_MATRICES}")
+    if len({(m.scale is None, m.bias is None) for m in matrices}) > 1:
+        raise ValueError("some matrices have scales or biases, others have none")
+    for weight, scale, bias in matrices:
+        dtype = x.dtype if scale is None else torch.float8_e4m3fn
+        check("weight", weight, dtype, (-1, hidden), x.device)
+        if scale is not None:
+            check("scale", scale, torch.float32, num_blocks(*weight.shape), x.device)
+        if bias is not None:
+            check("bias", bias, x.dtype, (len(weight),), x.device)
+    if norm is not None:
+        check("norm.weight", norm.weight, x.dtype, (hidden,), x.device)
+    if residual is not None:
+        check("residual", residual, x.dtype, (x.shape[0], len(matrices[0].weight)), x.device)
 
 
-def linear_triton(
+def linears_triton(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    matrices: Sequence[Matrix],
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
     tiling: Tiling | None = None,
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     check_kernel_device(x)
-    check_linear(x, weight, scale, bias)
-    if x.shape[0] != 1:
+    check_linears(x, matrices, norm, residual)
+    if x.shape[0] == 1:
+        return _one_token(x, matrices, norm, residual, tiling)
+    h = x if norm is None else rms_norm(x, *norm)
+    out = []
+    for weight, scale, bias in matrices:
         plain = weight if scale is None else dequantize(weight, scale, x.dtype)
-        return F.linear(x, plain, bias)
-    rows, cols = weight.shape
+        out.append(F.linear(h, plain, bias))
+    return out if residual is None else [residual + product for product in out]
+
+
+def _one_token(
+    x: torch.Tensor,
+    matrices: Sequence[Matrix],
+    norm: Norm | None,
+    residual: torch.Tensor | None,
+    tiling: Tiling | None,
+) -> list[torch.Tensor]:
+    cols, sizes = x.shape[1], [len(matrix.weight) for matrix in matrices]
     if cols % 16:
         raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
-    out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
-    tiling = tiling or tiling_for(rows, cols, weight.dtype, x.device)
-    _gemv_kernel[(triton.cdiv(rows, tiling.rows),)](
+    out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
+    tiling = tiling or tiling_for(sum(sizes), cols, matrices[0].weight.dtype, x.device)
+    arguments: list[Any] = []
+    for weight, scale, bias in [*matrices, *[matrices[0]] * MAX_MATRICES][:MAX_MATRICES]:
+        codes = weight if scale is None else kernel_codes(weight)
+        # what a kernel has no use for must still be a pointer, or it could not choose among three
+        arguments += [codes, codes if scale is None else scale, x if bias is None else bias]
+        arguments.append(len(weight))
+    _gemv_kernel[(sum(triton.cdiv(size, tiling.rows) for size in sizes),)](
         x,
-        weight if scale is None else weight.view(torch.int8),
-        weight if scale is None else scale,  # any pointer: plain weights have no scales
-        bias,
+        x if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        x if residual is None else residual,
         out,
-        rows,
+        *arguments,
         cols,
         tiling.rows,
         tiling.columns,
         tiling.tiles,
-        bias is not None,
+        triton.next_power_of_2(cols),
+        len(matrices),
+        norm is not None,
+        residual is not None,
+        matrices[0].bias is not None,
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
+        **pdl_options(x.device),
     )
-    return out
+    return list(out.split(sizes, dim=1))
+
+
+def linears(
+    x: torch.Tensor,
+    matrices: Sequence[Matrix],
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Return `x` [T, in], after the `norm` if there is one, times the transpose of each of up to
+    three matrices [out, in], plus its bias, plus `residual` [T, out]: [T, out] in the dtype of x.
+
+    The product is rounded to that dtype before the residual is added. Either all matrices have
+    scales, or none, and likewise biases.
+    """
+    run = linears_triton if x.is_cuda else linears_reference
+    return run(x, matrices, norm, residual)
 
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    matrix: Matrix,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x` [T, in] times the transpose of `weight` [out, in] plus `bias` [out].
-
-    The result has the dtype of `x`. So has `weight`, or it is float8_e4m3fn with `scale` f32
-    [out/128, in/128] (rounded up), by which its 128x128 blocks are multiplied.
-    """
-    return (linear_triton if x.is_cuda else linear_reference)(x, weight, scale, bias)
+    """`linears` of one matrix."""
+    return linears(x, (matrix,), norm, residual)[0]

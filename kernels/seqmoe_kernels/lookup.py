@@ -118,14 +118,13 @@ def _candidates(pool, num_slots, slot):
 
 
 @triton.jit
-def _resolve_kernel(
-    wanted, pool, resolved, n, num_slots, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def resolve_experts(expert, n, pool, resolved, num_slots, BLOCK_S: tl.constexpr):
+    """One event for the first `n` of the distinct flat ids `expert` (int32, a power of two of them,
+    all at least 0); see `resolve`. For kernels of a single program."""
     # One program, many threads: a barrier stands between every read of a place and the write to it
     # by another thread, and between a write and its reading back.
-    i = tl.arange(0, BLOCK_N)
+    i = tl.arange(0, expert.shape[0])
     inside = i < n
-    expert = tl.load(wanted + i, mask=inside, other=0)
     found = tl.load(pool.slot_of + expert, mask=inside, other=0)
     now = tl.load(pool.clock) + 1
     hits, misses = tl.load(pool.counters + _HITS), tl.load(pool.counters + _MISSES)
@@ -169,6 +168,14 @@ def _resolve_kernel(
     tl.store(pool.score + found, now, mask=hit)
 
 
+@triton.jit
+def _resolve_kernel(
+    wanted, pool, resolved, n, num_slots, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    i = tl.arange(0, BLOCK_N)
+    resolve_experts(tl.load(wanted + i, mask=i < n, other=0), n, pool, resolved, num_slots, BLOCK_S)
+
+
 def check_pool(pool: PoolState, device: torch.device) -> None:
     num_slots = pool.owner.shape[0]
     if not 1 <= num_slots <= MAX_SLOTS:
@@ -178,6 +185,11 @@ def check_pool(pool: PoolState, device: torch.device) -> None:
     for name, tensor in pool._asdict().items():
         dtype = torch.int32 if name in narrow else torch.int64
         check(name, tensor, dtype, (sizes.get(name, num_slots),), device)
+
+
+def warps_for(block_slots: int) -> int:
+    """Enough threads to hold the scores of all slots, few enough to agree quickly."""
+    return min(max(block_slots // 2048, 4), 16)
 
 
 def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
@@ -198,7 +210,7 @@ def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
         num_slots,
         triton.next_power_of_2(n),
         block_slots,
-        num_warps=min(max(block_slots // 256, 1), 16),
+        num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
     )
     return resolved

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+
+
+class Norm(NamedTuple):
+    """The arguments of a norm beside its input: `weight` [H] in the input's dtype, `eps`."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,15 +26,30 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * H + tl.arange(0, BLOCK)
+def inverse_rms(x, eps, H: tl.constexpr, BLOCK: tl.constexpr):
+    """1 over the root of the mean square of `x` [H], plus `eps`: f32."""
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + column, mask=column < H, other=0).to(tl.float32)
+    return tl.rsqrt(tl.sum(value * value) / H + eps)
+
+
+@triton.jit
+def normalized(value, gain, inv_rms, dtype: tl.constexpr):
+    """f32 values times `inv_rms`, cast to `dtype`, times `gain`, cast again."""
+    return ((value * inv_rms).to(dtype).to(tl.float32) * gain).to(dtype)
+
+
+@triton.jit
+def _rms_norm_kernel(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    at = tl.program_id(0).to(tl.int64) * H
+    inv_rms = inverse_rms(x + at, eps, H, BLOCK)
     column = tl.arange(0, BLOCK)
     mask = column < H
-    value = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-    normal = value * tl.rsqrt(tl.sum(value * value) / H + eps)
+    value = tl.load(x + at + column, mask=mask, other=0).to(tl.float32)
     gain = tl.load(weight + column, mask=mask, other=0).to(tl.float32)
-    rounded = normal.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + at, (rounded * gain).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at + column, normalized(value, gain, inv_rms, out.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -38,7 +63,15 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
         warps = min(max(block // 256, 1), 16)
         grid = (x.numel() // hidden,)
         _rms_norm_kernel[grid](
-            x, weight, out, eps, hidden, block, num_warps=warps, enable_fp_fusion=True
+            x,
+            weight,
+            out,
+            eps,
+            hidden,
+            block,
+            num_warps=warps,
+            enable_fp_fusion=True,
+            **pdl_options(x.device),
         )
     return out
 

@@ -29,6 +29,44 @@ def _sort_key(logit, expert, E: tl.constexpr):
 
 
 @triton.jit
+def _logit_of(key):
+    """The logit of a sort key."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_experts(
+    logits,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """Ids (i32) and weights (f32) of the K best of E `logits`, [BLOCK_K] with zeros behind them."""
+    expert = tl.arange(0, BLOCK_E)
+    rank = tl.arange(0, BLOCK_K)
+    inside = expert < E
+    logit = tl.load(logits + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    peak = tl.max(logit, 0)
+    total = tl.sum(tl.exp(logit - peak), 0)
+    lowest: tl.constexpr = -(2**63)
+    key = tl.where(inside, _sort_key(logit, expert, E), lowest)
+    ids = tl.zeros((BLOCK_K,), tl.int32)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.static_range(K):
+        best = tl.max(key, 0)
+        best_id = E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        ids = tl.where(rank == k, best_id, ids)
+        weights = tl.where(rank == k, tl.exp(_logit_of(best) - peak) / total, weights)
+        key = tl.where(expert == best_id, lowest, key)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    return ids, weights
+
+
+@triton.jit
 def _route_kernel(
     logits,
     ids,
@@ -40,27 +78,10 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    expert = tl.arange(0, BLOCK_E)
     rank = tl.arange(0, BLOCK_K)
-    inside = expert < E
-    logit = tl.load(logits + row * E + expert, mask=inside, other=float("-inf")).to(tl.float32)
-    probability = tl.exp(logit - tl.max(logit, 0))
-    probability = probability / tl.sum(probability, 0)
-    lowest: tl.constexpr = -(2**63)
-    key = tl.where(inside, _sort_key(logit, expert, E), lowest)
-    chosen_ids = tl.zeros((BLOCK_K,), tl.int32)
-    chosen_weights = tl.zeros((BLOCK_K,), tl.float32)
-    for k in tl.static_range(K):
-        best = tl.max(key, 0)
-        best_id = E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        best_weight = tl.sum(tl.where(expert == best_id, probability, 0.0), 0)
-        chosen_ids = tl.where(rank == k, best_id, chosen_ids)
-        chosen_weights = tl.where(rank == k, best_weight, chosen_weights)
-        key = tl.where(expert == best_id, lowest, key)
-    if RENORMALIZE:
-        chosen_weights = chosen_weights / tl.sum(chosen_weights, 0)
-    tl.store(ids + row * K + rank, chosen_ids, mask=rank < K)
-    tl.store(weights + row * K + rank, chosen_weights, mask=rank < K)
+    best_ids, best_weights = best_experts(logits + row * E, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
+    tl.store(ids + row * K + rank, best_ids, mask=rank < K)
+    tl.store(weights + row * K + rank, best_weights, mask=rank < K)
 
 
 def route_triton(

@@ -9,6 +9,7 @@ import triton.language as tl
 from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.clock import now_ns, now_ns_reference
 from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED
+from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 # A few programs fill the link; more would only take multiprocessors from other kernels.
 PROGRAMS_PER_RECORD = 16
@@ -45,7 +46,10 @@ def _fetch_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     i = tl.program_id(1)
     if i < tl.load(num_misses):
         slot = tl.load(miss_slots + i).to(tl.int64)
@@ -94,6 +98,7 @@ def fetch_triton(
             PROGRAMS_PER_RECORD,
             num_warps=8,
             enable_fp_fusion=True,
+            **pdl_options(slots.device),
         )
 
 

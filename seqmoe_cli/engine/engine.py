@@ -26,7 +26,7 @@ from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
-from seqmoe_kernels.formats import ExpertFormat
+from seqmoe_kernels import ExpertFormat, Routing
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
@@ -67,7 +67,8 @@ class Engine:
         fmt, num_experts = expert_format(model.layout), self.config.num_experts
         stamps = Stamps(fmt.stamp, num_experts) if verify else None
         self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps)
-        experts = PooledExperts(self.pool, fmt, num_experts)
+        routing = Routing(num_experts, self.config.num_experts_per_tok, self.config.norm_topk_prob)
+        experts = PooledExperts(self.pool, fmt, routing)
         self._forward = Forward(build_decoder(self.config, weights), self.kv, experts)
         sampler = Sampler(self.config.vocab_size, plan.device)
         use_graph = plan.device.type == "cuda" and not eager

@@ -57,12 +57,12 @@ class Forward:
         size = PREFILL_CHUNK[device.type]
         for start in range(0, len(ids), size):
             chunk = ids[start : start + size]
-            positions = self._kv.begin(len(chunk))
+            self._kv.begin(len(chunk))
             x = self._decoder.embed(torch.tensor(chunk, dtype=torch.int64, device=device))
             for n in range(self._num_layers):
                 if len(chunk) > 1 and stop():
                     raise InterruptedForward
-                x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+                x = self._decoder.layer(n, x, self._kv, self._experts)
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
             self._advance(len(chunk))
@@ -73,10 +73,9 @@ class Forward:
     def one(self, token: torch.Tensor) -> torch.Tensor:
         """Evaluate `token`, int64 [1], after all that the device has seen: [1, H]. Reads nothing
         back and depends on no number of the host; the caller commits."""
-        positions = self._kv.go_on()
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
-            x = self._decoder.layer(n, x, positions, self._kv, self._experts)
+            x = self._decoder.layer(n, x, self._kv, self._experts)
         self._advance(1)
         if self._recorder is not None:
             self._tell_recorder([int(token)], x)
@@ -89,4 +88,4 @@ class Forward:
 
     def _tell_recorder(self, ids: Sequence[int], x: torch.Tensor) -> None:
         if self._recorder is not None:
-            self._recorder.evaluated(ids, self._decoder.norm("model.norm", x))
+            self._recorder.evaluated(ids, self._decoder.normed("model.norm", x))

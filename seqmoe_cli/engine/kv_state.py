@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from seqmoe_kernels import attention_decode
+from seqmoe_kernels import Rotation, attention_step, rms_norm, rotary
 from seqmoe_weights.config import ModelConfig
 
 
@@ -25,8 +25,8 @@ class KVState:
 
     A forward is `begin(T)`, one call per layer, `advance(T)`, then `commit(ids)`. What has not been
     committed does not count, so an abandoned forward leaves the state as it was. Where the device
-    is stands on the device: after a forward, those of one token each can follow with `go_on()` in
-    the place of `begin(1)`, whether or not the host has committed the ones before.
+    is stands on the device: after a forward, those of one token each can follow without `begin`,
+    whether or not the host has committed the ones before, as long as the context has room.
     """
 
     def __init__(
@@ -43,48 +43,40 @@ class KVState:
         self.ctx_size = ctx_size
         self.token_ids: list[int] = []
         self._scale = config.head_dim**-0.5
-        self._cursor = torch.arange(2, device=device)  # next position, and what a token there sees
-        self._positions = self._cursor[:1]
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)  # of the next token
+        self._positions = self._position
 
     @property
     def length(self) -> int:
         """Number of tokens held."""
         return len(self.token_ids)
 
-    def begin(self, num_tokens: int) -> torch.Tensor:
-        """Start a forward of `num_tokens` after those held; their positions, int64 [T]."""
+    def begin(self, num_tokens: int) -> None:
+        """Start a forward of `num_tokens` after those held."""
         end = self.length + num_tokens
         if end > self.ctx_size:
             raise ValueError(f"{end} tokens do not fit a context of {self.ctx_size}")
-        torch.arange(self.length, self.length + 2, out=self._cursor)
-        if num_tokens == 1:
-            return self.go_on()
+        self._position.fill_(self.length)
         self._positions = torch.arange(self.length, end, device=self.keys.device)
-        return self._positions
-
-    def go_on(self) -> torch.Tensor:
-        """Start a forward of the one token after all that the device has seen; its position,
-        int64 [1], is always the same tensor. The caller sees to it that the context has room."""
-        self._positions = self._cursor[:1]
-        return self._positions
 
     def advance(self, num_tokens: int) -> None:
         """Let the device go on to the position after this forward's tokens."""
-        self._cursor += num_tokens
+        self._position += num_tokens
 
     def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        """Write k, v [T, m, D] at the positions of this forward and attend: [T, n * D]."""
+        """Rotate q [T, n * D] and k [T, m * D] to the positions of this forward, write k and
+        v [T, m * D] there, and attend: [T, n * D]."""
         keys, values = self.keys[layer], self.values[layer]
-        keys.index_copy_(0, self._positions, k)
-        values.index_copy_(0, self._positions, v)
         if q.shape[0] == 1:
-            out = attention_decode(q[0], keys, values, self._cursor[1:], self._scale)
-            return out.reshape(1, -1)
+            return attention_step(q, k, v, keys, values, self._position, rotation, self._scale)
+        heads = self._rotated(q, rotation.q_norm, rotation)
+        keys.index_copy_(0, self._positions, self._rotated(k, rotation.k_norm, rotation))
+        values.index_copy_(0, self._positions, v.view(-1, *values.shape[1:]))
         end = self.length + q.shape[0]
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
+            heads.transpose(0, 1).unsqueeze(0),
             keys[:end].transpose(0, 1).unsqueeze(0),
             values[:end].transpose(0, 1).unsqueeze(0),
             attn_mask=self._causal_mask(end),
@@ -92,6 +84,15 @@ class KVState:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+    def _rotated(
+        self, x: torch.Tensor, norm: torch.Tensor | None, rotation: Rotation
+    ) -> torch.Tensor:
+        """x [T, heads * D] -> [T, heads, D], normed (head by head, or all together) and rotated."""
+        if norm is not None:
+            x = rms_norm(x.view(-1, len(norm)), norm, rotation.eps)
+        heads = x.view(len(self._positions), -1, self.keys.shape[-1])
+        return rotary(heads, self._positions, rotation.inv_freq)
 
     def _causal_mask(self, end: int) -> torch.Tensor:
         """bool [T, end]: token i of this forward sees the keys up to its own position."""

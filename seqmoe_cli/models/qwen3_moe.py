@@ -6,31 +6,22 @@ from __future__ import annotations
 import torch
 
 from seqmoe_cli.models.decoder import Attention, Decoder, Experts
-from seqmoe_kernels import route
 
 
 class Qwen3Moe(Decoder):
     def layer(
-        self,
-        n: int,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention,
-        experts: Experts,
+        self, n: int, x: torch.Tensor, attention: Attention, experts: Experts
     ) -> torch.Tensor:
-        config, at = self.config, f"model.layers.{n}"
-        h = self.norm(f"{at}.input_layernorm", x)
-        q = self.heads(self.linear(f"{at}.self_attn.q_proj", h))  # [T, n, D]
-        k = self.heads(self.linear(f"{at}.self_attn.k_proj", h))  # [T, m, D]
-        v = self.heads(self.linear(f"{at}.self_attn.v_proj", h))
-        q = self.rotary(q, positions, norm=f"{at}.self_attn.q_norm")
-        k = self.rotary(k, positions, norm=f"{at}.self_attn.k_norm")
-        x = x + self.linear(f"{at}.self_attn.o_proj", attention(n, q, k, v))
+        at = f"model.layers.{n}"
+        attn, before, between = (
+            f"{at}.{name}" for name in ("self_attn", "input_layernorm", "post_attention_layernorm")
+        )
+        q, k, v = self.projections(x, before, f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
+        mixed = attention(n, q, k, v, self.rotation(f"{attn}.q_norm", f"{attn}.k_norm"))
+        x = self.add_projection(x, f"{attn}.o_proj", mixed)
 
-        h = self.norm(f"{at}.post_attention_layernorm", x)
-        logits = self.linear(f"{at}.mlp.gate", h)  # [T, num_experts]
-        ids, weights = route(logits, config.num_experts_per_tok, config.norm_topk_prob)
-        return x + experts(n, h, ids, weights)
+        (logits,) = self.projections(x, between, f"{at}.mlp.gate")  # [T, num_experts]
+        return experts(n, x, self.norm(between), logits)
 
 
 DECODER = Qwen3Moe

@@ -8,8 +8,17 @@ import torch
 
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.replayed import ReplayedRouting
-from seqmoe_kernels import combine, expert_pairs
-from seqmoe_kernels.formats import ExpertFormat
+from seqmoe_kernels import (
+    ExpertFormat,
+    Norm,
+    Routing,
+    choose,
+    combine,
+    expert_mlp,
+    expert_pairs,
+    rms_norm,
+    route,
+)
 
 MAX_WAVE = 256  # experts that one resolve event takes
 RoutingObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -19,36 +28,46 @@ RoutingObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
 class PooledExperts:
     """Called by a decoder for each layer; see `Experts` in `models/decoder.py`.
 
-    The bits of the result do not depend on the pool: every (token, expert) pair is computed by
-    itself into its own place, and the pairs of a token are added up in the router's order.
+    The bits of the result do not depend on the pool: every (token, expert) pair is computed in the
+    same way wherever its record lies, and the pairs of a token are added up in the router's order.
     """
 
-    def __init__(self, pool: ExpertPool, fmt: ExpertFormat, num_experts: int) -> None:
+    def __init__(self, pool: ExpertPool, fmt: ExpertFormat, routing: Routing) -> None:
         self.pool = pool
         self.fmt = fmt
-        self.num_experts = num_experts
+        self.routing = routing
         self.observer: RoutingObserver | None = None
         self.replayed: ReplayedRouting | None = None  # chooses the experts of single tokens
 
     def __call__(
-        self, layer: int, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        self, layer: int, x: torch.Tensor, norm: Norm, logits: torch.Tensor
     ) -> torch.Tensor:
-        """h [T, H], expert ids int32 [T, K], weights f32 [T, K] -> [T, H] in h's dtype."""
-        if self.replayed is not None and ids.shape[0] == 1:
-            ids = self.replayed.choose(layer)
+        """x [T, H], the router's logits [T, E] -> x plus its experts over norm(x), [T, H]."""
+        if x.shape[0] == 1:
+            return self._one(layer, x, norm, logits)
+        num_experts, top_k, renormalize = self.routing
+        ids, weights = route(logits, top_k, renormalize)
         if self.observer is not None:
             self.observer(layer, ids, weights)
+        h = rms_norm(x, *norm)
         pairs = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
-        first = layer * self.num_experts
-        if ids.shape[0] == 1:  # one token: its K experts are distinct and fit any pool
-            slots = self.pool.require(ids[0] + first)
-            expert_pairs(h, self.pool.slots, slots.unsqueeze(0), self.fmt, pairs)
-        else:
-            for wave in self._waves(ids, first):
-                slot_of = torch.full((self.num_experts,), -1, dtype=torch.int32, device=h.device)
-                slot_of[wave.long() - first] = self.pool.require(wave)
-                expert_pairs(h, self.pool.slots, slot_of[ids.long()], self.fmt, pairs)
-        return combine(pairs, weights, h.dtype)
+        first = layer * num_experts
+        for wave in self._waves(ids, first):
+            slots = self.pool.require(wave)
+            slot_of = slots.new_full((num_experts,), -1)
+            slot_of[wave.long() - first] = slots
+            expert_pairs(h, self.pool.slots, slot_of[ids.long()], self.fmt, pairs)
+        return x + combine(pairs, weights, h.dtype)
+
+    def _one(self, layer: int, x: torch.Tensor, norm: Norm, logits: torch.Tensor) -> torch.Tensor:
+        """One token: its K experts are distinct and fit any pool, and nothing is waited for."""
+        recorded = None if self.replayed is None else self.replayed.recorded
+        chosen = choose(logits, layer, self.routing, self.pool.state, recorded)
+        if self.observer is not None:
+            ids = chosen.wanted - layer * self.routing.num_experts
+            self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
+        slots = self.pool.fetch(chosen.wanted, chosen.resolved)
+        return expert_mlp(x, norm, self.pool.slots, slots, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
         """The distinct experts of many tokens in groups that fit the pool, residents first."""

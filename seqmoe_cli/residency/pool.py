@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from seqmoe_cli.errors import PoolError, UnsupportedError
-from seqmoe_kernels import Fault, fetch, resolve, verify_slots
+from seqmoe_kernels import Fault, Resolved, fetch, resolve, verify_slots
 from seqmoe_kernels.formats import (
     EMPTY,
     FAULT,
@@ -92,7 +92,10 @@ class ExpertPool:
         One event: none of the wanted experts is a victim of the others. Fetches what is missing;
         everything is queued in stream order, nothing is waited for.
         """
-        resolved = resolve(flat_ids, self.state)
+        return self.fetch(flat_ids, resolve(flat_ids, self.state))
+
+    def fetch(self, flat_ids: torch.Tensor, resolved: Resolved) -> torch.Tensor:
+        """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]."""
         misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
         fetch(self.records, self.slots, *misses, self.state.marks)
         if self.stamps:

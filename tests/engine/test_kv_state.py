@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seqmoe_cli.engine.kv_state import KVState
+from seqmoe_kernels import Rotation
 from seqmoe_weights.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -28,6 +29,9 @@ CONFIG = ModelConfig(
 )
 
 
+STILL = Rotation(torch.zeros(8), None, None, 0.0)  # by no angle, after no norm
+
+
 def make() -> KVState:
     return KVState(CONFIG, 40, torch.float32, torch.device("cpu"))
 
@@ -35,29 +39,30 @@ def make() -> KVState:
 def qkv(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(num_tokens, 6, 16, generator=g),
-        torch.randn(num_tokens, 2, 16, generator=g),
-        torch.randn(num_tokens, 2, 16, generator=g),
+        torch.randn(num_tokens, 6 * 16, generator=g),
+        torch.randn(num_tokens, 2 * 16, generator=g),
+        torch.randn(num_tokens, 2 * 16, generator=g),
     )
 
 
 def run(state: KVState, num_tokens: int, seed: int) -> torch.Tensor:
     state.begin(num_tokens)
-    outs = [state(layer, *qkv(num_tokens, seed + layer)) for layer in range(2)]
+    outs = [state(layer, *qkv(num_tokens, seed + layer), STILL) for layer in range(2)]
     state.commit(list(range(num_tokens)))
     return torch.stack(outs)
 
 
 @pytest.mark.parametrize("split", [[9], [8, 1], [4, 5], [1] * 9, [3, 1, 5]])
 def test_attention_is_causal_softmax(split: list[int]) -> None:
-    q, k, v = qkv(9, 3)
+    flat = qkv(9, 3)
+    q, k, v = (x.view(9, -1, 16) for x in flat)
     scores = torch.einsum("tnd,snd->nts", q, k.repeat_interleave(3, 1)) / 4
     scores.masked_fill_(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = torch.einsum("nts,snd->tnd", scores.softmax(-1), v.repeat_interleave(3, 1))
     state, outs, at = make(), [], 0
     for size in split:
-        assert state.begin(size).tolist() == list(range(at, at + size))
-        outs.append(state(1, q[at : at + size], k[at : at + size], v[at : at + size]))
+        state.begin(size)
+        outs.append(state(1, *(x[at : at + size] for x in flat), STILL))
         state.commit([0] * size)
         at += size
     torch.testing.assert_close(torch.cat(outs), expected.reshape(9, -1))
@@ -79,7 +84,7 @@ def test_abandoned_forward_does_not_count() -> None:
     state = make()
     run(state, 5, 1)
     state.begin(6)
-    state(0, *qkv(6, 8))
+    state(0, *qkv(6, 8), STILL)
     assert state.length == 5
     other = make()
     run(other, 5, 1)

@@ -14,17 +14,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from seqmoe_kernels.attention import attention_decode_triton
-from seqmoe_kernels.expert_mlp import expert_pairs_triton
+from seqmoe_kernels import fp8, pdl
+from seqmoe_kernels.attention_step import attention_step_triton
+from seqmoe_kernels.choice import RecordedIds, Routing, choose_triton
+from seqmoe_kernels.expert_mlp import expert_mlp_triton
 from seqmoe_kernels.formats import ExpertFormat, PoolState
 from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gemv import linear_triton
+from seqmoe_kernels.gemv import Matrix, linears_triton
 from seqmoe_kernels.lookup import resolve_triton
 from seqmoe_kernels.mixture import combine_triton
-from seqmoe_kernels.norm import rms_norm_triton
+from seqmoe_kernels.norm import Norm, rms_norm_triton
 from seqmoe_kernels.proof import verify_slots_triton
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
-from seqmoe_kernels.rope import rotary_triton
+from seqmoe_kernels.rope import Rotation, rotary_triton
 from seqmoe_kernels.router import route_triton
 from seqmoe_kernels.sampling_kernels import sample_triton
 from seqmoe_kernels.sampling_state import NUM_SETTINGS, SamplingState
@@ -73,15 +75,20 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     rotary_triton(real(1, 32, 128), position, f32(64), real(128), 1e-6)
     route_triton(real(1, 128), TOP_K, True)
     combine_triton(f32(1, TOP_K, HIDDEN), f32(1, TOP_K), dtype)
-    attention_decode_triton(
-        real(32, 128), real(4096, 4, 128), real(4096, 4, 128), tensor(1), 128**-0.5
-    )
-    fp8 = weight_dtype == torch.float8_e4m3fn
-    weight = tensor(4096, HIDDEN, dtype=weight_dtype if fp8 else dtype)
-    linear_triton(real(1, HIDDEN), weight, f32(32, 16) if fp8 else None, real(4096))
+    state = real(4096, 4, 128)
+    for q_norm, k_norm in ((real(128), real(128)), (real(4096), real(512))):
+        rotation = Rotation(f32(64), q_norm, k_norm, 1e-6)
+        row = real(1, 4096), real(1, 512), real(1, 512)
+        attention_step_triton(*row, state, state, position, rotation, 128**-0.5)
+    scaled = weight_dtype == torch.float8_e4m3fn
+    weight = tensor(4096, HIDDEN, dtype=weight_dtype if scaled else dtype)
+    matrix = Matrix(weight, f32(32, 16) if scaled else None, real(4096))
+    x, norm = real(1, HIDDEN), Norm(real(HIDDEN), 1e-6)
+    linears_triton(x, [matrix] * 3, norm)
+    linears_triton(x, [matrix], None, real(1, 4096))
     fmt = expert_format(weight_dtype)
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
-    expert_pairs_triton(real(1, HIDDEN), slots, tensor(1, TOP_K), fmt, f32(1, TOP_K, HIDDEN))
+    expert_mlp_triton(x, norm, slots, tensor(TOP_K), f32(TOP_K), fmt)
 
 
 def call_residency_kernels() -> None:
@@ -92,6 +99,10 @@ def call_residency_kernels() -> None:
     )
     pool = PoolState.cold(6144, 1024, torch.device("meta"))
     resolve_triton(tensor(TOP_K), pool)
+    routing, logits = Routing(128, TOP_K, True), tensor(1, 128, dtype=torch.float32)
+    recorded = RecordedIds(tensor(3, 48, TOP_K), pool.clock)
+    choose_triton(logits, 0, routing, pool)
+    choose_triton(logits, 0, routing, pool, recorded)
     begin_step_triton(pool.counters, pool.marks)
     ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
     publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
@@ -119,6 +130,10 @@ def main(arch: int) -> None:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentGpu(arch))
+    if arch >= 89:
+        fp8.converts_fp8 = lambda device: True  # type: ignore[assignment]
+    if arch >= 90:
+        pdl.use_pdl = lambda device: True  # type: ignore[assignment]
     triton.knobs.runtime.interpret = True  # the wrappers' word for: not only CUDA tensors
     call_residency_kernels()
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
+    "_attention_step_kernel",
     "_begin_step_kernel",
+    "_choose_kernel",
     "_combine_kernel",
     "_dequantize_kernel",
     "_distance_kernel",
@@ -20,14 +22,12 @@ KERNELS = {
     "_fetch_kernel",
     "_gate_up_kernel",
     "_gemv_kernel",
-    "_merge_kernel",
     "_penalty_kernel",
     "_publish_kernel",
     "_resolve_kernel",
     "_rms_norm_kernel",
     "_rotary_kernel",
     "_route_kernel",
-    "_span_kernel",
     "_top_k_kernel",
     "_top_p_kernel",
     "_verify_kernel",

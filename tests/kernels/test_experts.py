@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import ExpertFormat, expert_pairs
-from seqmoe_kernels.expert_mlp import expert_pairs_reference, expert_pairs_triton
+from seqmoe_kernels import ExpertFormat, Norm, expert_mlp, expert_pairs, rms_norm
+from seqmoe_kernels.expert_mlp import expert_mlp_reference, expert_mlp_triton
 from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
 
 FP8 = torch.float8_e4m3fn
@@ -76,7 +76,7 @@ def assert_pair_close(
     assert error <= limit, f"relative error {error}"
 
 
-def run_triton(
+def run_pairs(
     device: torch.device,
     x: torch.Tensor,
     slots: torch.Tensor,
@@ -84,20 +84,8 @@ def run_triton(
     fmt: ExpertFormat,
 ) -> torch.Tensor:
     out = torch.full((*pair_slots.shape, fmt.hidden), NAN, device=device)
-    expert_pairs_triton(x.to(device), slots.to(device), pair_slots.to(device), fmt, out)
+    expert_pairs(x.to(device), slots.to(device), pair_slots.to(device), fmt, out)
     return out.cpu()
-
-
-def run_reference(
-    device: torch.device,
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    pair_slots: torch.Tensor,
-    fmt: ExpertFormat,
-) -> torch.Tensor:
-    out = torch.full((*pair_slots.shape, fmt.hidden), NAN)
-    expert_pairs_reference(x, slots, pair_slots, fmt, out)
-    return out
 
 
 # (hidden, inter): several tiles to a row and partial 128x128 blocks, each way
@@ -121,7 +109,7 @@ def tolerance(dtype: torch.dtype, device: torch.device, rounded_weights: bool = 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
 @pytest.mark.parametrize("hidden,inter", SHAPES)
-@pytest.mark.parametrize("run", [run_reference, run_triton])
+@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp_triton])
 def test_one_token(
     device: torch.device,
     gen: torch.Generator,
@@ -131,23 +119,59 @@ def test_one_token(
     weight_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
+    """x plus the weighted sum of experts over norm(x); three experts, which is no power of two."""
     fmt = expert_format(hidden, inter, weight_dtype)
-    slots, weights = random_slots(gen, fmt, 3)
+    slots, weights = random_slots(gen, fmt, 4)
     x = torch.randn((1, hidden), generator=gen).to(dtype)
-    pair_slots = torch.tensor([[2, -1, 0]], dtype=torch.int32)
+    gain = (torch.rand(hidden, generator=gen) + 0.5).to(dtype)
+    shares = torch.tensor([0.5, 0.2, 0.3])
     assert callable(run)
-    out = run(device, x, slots, pair_slots, fmt)
-    assert out[0, 1].isnan().all(), "a pair without a slot must stay untouched"
-    assert_pair_close(out[0, 0], x[0], weights[2], tolerance(dtype, device))
-    assert_pair_close(out[0, 2], x[0], weights[0], tolerance(dtype, device))
+    where = torch.device("cpu") if run is expert_mlp_reference else device
+    order = torch.tensor([2, 0, 3], dtype=torch.int32)
+    norm = Norm(gain.to(where), 1e-5)
+    got = run(x.to(where), norm, slots.to(where), order.to(where), shares.to(where), fmt)
+    assert got.dtype == dtype
+    h = rms_norm(x, gain, 1e-5)[0]
+    mixed = sum(
+        share * plain(h, weights[slot]) for share, slot in zip(shares, (2, 0, 3), strict=True)
+    )
+    error = (got.cpu().double()[0] - x.double()[0] - mixed).norm()
+    limit = tolerance(dtype, device) * (2 * mixed.norm() + x.double().norm())
+    assert error <= limit, f"{error} is more than {limit}"
 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
-@pytest.mark.parametrize("run", [run_reference, run_triton])
-def test_many_tokens(
+@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp_triton])
+def test_bits_of_one_token_do_not_depend_on_the_slots(
     device: torch.device,
     gen: torch.Generator,
     run: object,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    fmt = expert_format(144, 32, weight_dtype)
+    slots, _ = random_slots(gen, fmt, 5)
+    x, norm = torch.randn((1, 144), generator=gen).to(dtype), torch.ones(144, dtype=dtype)
+    shares = torch.tensor([0.6, 0.4], device=device)
+    assert callable(run)
+
+    def bits(rows: torch.Tensor, *order: int) -> torch.Tensor:
+        at = torch.tensor(order, dtype=torch.int32, device=device)
+        at_norm = Norm(norm.to(device), 1e-6)
+        out: torch.Tensor = run(x.to(device), at_norm, rows.to(device), at, shares, fmt)
+        return out
+
+    expected = bits(slots, 1, 4)
+    assert torch.isfinite(expected).all()
+    assert torch.equal(expected, bits(slots.flip(0), 3, 0))
+    moved = torch.cat((slots[4:], slots[1:2], slots[:1]))
+    assert torch.equal(expected, bits(moved, 1, 0))
+
+
+@pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
+def test_many_tokens(
+    device: torch.device,
+    gen: torch.Generator,
     weight_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
@@ -155,8 +179,7 @@ def test_many_tokens(
     slots, weights = random_slots(gen, fmt, 4)
     x = torch.randn((5, 144), generator=gen).to(dtype)
     pair_slots = torch.tensor([[0, 2], [2, -1], [-1, -1], [3, 0], [2, 3]], dtype=torch.int32)
-    assert callable(run)
-    out = run(device, x, slots, pair_slots, fmt)
+    out = run_pairs(device, x, slots, pair_slots, fmt)
     limit = tolerance(dtype, device, rounded_weights=weight_dtype == FP8)
     for token in range(5):
         for k in range(2):
@@ -168,12 +191,10 @@ def test_many_tokens(
 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
-@pytest.mark.parametrize("run", [run_reference, run_triton])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_bits_depend_on_neither_slot_nor_companions(
     device: torch.device,
     gen: torch.Generator,
-    run: object,
     tokens: int,
     weight_dtype: torch.dtype,
     dtype: torch.dtype,
@@ -181,11 +202,10 @@ def test_bits_depend_on_neither_slot_nor_companions(
     fmt = expert_format(144, 32, weight_dtype)
     slots, _ = random_slots(gen, fmt, 5)
     x = torch.randn((tokens, 144), generator=gen).to(dtype)
-    assert callable(run)
 
     def bits(rows: torch.Tensor, slot: int, companions: list[int]) -> torch.Tensor:
         pair_slots = torch.tensor([[slot, *companions]] * tokens, dtype=torch.int32)
-        out: torch.Tensor = run(device, x, rows, pair_slots, fmt)
+        out = run_pairs(device, x, rows, pair_slots, fmt)
         return out[:, 0]
 
     alone = bits(slots, 1, [])
@@ -201,20 +221,20 @@ def test_waves_of_experts_fill_one_output(device: torch.device, gen: torch.Gener
     slots, _ = random_slots(gen, fmt, 2)
     x = torch.randn((3, 128), generator=gen)
     both = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32)
-    expected = run_triton(device, x, slots, both, fmt)
+    expected = run_pairs(device, x, slots, both, fmt)
     out = torch.full_like(expected, NAN).to(device)
     for wave in range(2):
         pair_slots = torch.where(both == wave, 0, -1).int().to(device)
         one_slot = slots[wave : wave + 1].to(device)
-        expert_pairs_triton(x.to(device), one_slot, pair_slots, fmt, out)
+        expert_pairs(x.to(device), one_slot, pair_slots, fmt, out)
     assert torch.equal(out.cpu(), expected)
 
 
-def test_expert_pairs_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
+def test_expert_mlp_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     fmt = expert_format(128, 128, torch.bfloat16)
     slots, _ = random_slots(gen, fmt, 2)
     x = torch.randn((1, 128), generator=gen).bfloat16()
-    pair_slots = torch.tensor([[1, 0]], dtype=torch.int32)
-    out = torch.full((1, 2, 128), NAN)
-    expert_pairs(x, slots, pair_slots, fmt, out)
-    assert torch.equal(out, run_reference(torch.device("cpu"), x, slots, pair_slots, fmt))
+    norm, shares = Norm(torch.ones_like(x[0]), 1e-6), torch.tensor([0.9, 0.1])
+    at = torch.tensor([1, 0], dtype=torch.int32)
+    expected = expert_mlp_reference(x, norm, slots, at, shares, fmt)
+    assert torch.equal(expert_mlp(x, norm, slots, at, shares, fmt), expected)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import dequantize, linear
+from seqmoe_kernels import Matrix, Norm, dequantize, linear, linears
 from seqmoe_kernels.fp8 import dequantize_reference, dequantize_triton, num_blocks
-from seqmoe_kernels.gemv import Tiling, linear_reference, linear_triton
+from seqmoe_kernels.gemv import linear_reference, linears_reference, linears_triton
+from seqmoe_kernels.tiling import Tiling
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272)]
 
@@ -18,6 +19,10 @@ def random_fp8(gen: torch.Generator, rows: int, cols: int) -> tuple[torch.Tensor
     codes = torch.where(codes >= 127, codes + 1, codes)  # leaves out 0x7f and 0xff
     scale = 10 ** (torch.rand(num_blocks(rows, cols), generator=gen) * 4 - 4)
     return codes.to(torch.uint8).view(torch.float8_e4m3fn), scale
+
+
+def linear_triton(x: torch.Tensor, *matrix: torch.Tensor | None) -> torch.Tensor:
+    return linears_triton(x, [Matrix(*matrix)])[0]  # type: ignore[arg-type]
 
 
 def assert_close_to_product(
@@ -66,9 +71,8 @@ def test_gemv_plain(
     x = torch.randn((1, cols), generator=gen).to(dtype)
     weight = torch.randn((rows, cols), generator=gen).to(dtype)
     shift = torch.randn(rows, generator=gen).to(dtype) if bias else None
-    got = linear_triton(
-        x.to(device), weight.to(device), bias=None if shift is None else shift.to(device)
-    )
+    moved = None if shift is None else shift.to(device)
+    got = linear_triton(x.to(device), weight.to(device), None, moved)
     assert got.dtype == dtype and got.shape == (1, rows)
     if shift is not None:  # a column more says the same as a bias
         x = torch.cat((x, torch.ones(1, 1, dtype=dtype)), 1)
@@ -88,18 +92,18 @@ def test_gemv_fp8(
     got = linear_triton(x.to(device), weight.to(device), scale.to(device))
     decoded = dequantize_reference(weight, scale, torch.float32)
     assert_close_to_product(got, x, decoded, 5e-7 if dtype == torch.float32 else 2**-7)
-    reference = linear_reference(x, weight, scale)
+    reference = linear_reference(x, Matrix(weight, scale))
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
 
 
 def test_the_tiling_changes_rounding_at_most(device: torch.device, gen: torch.Generator) -> None:
     x = torch.randn((1, 640), generator=gen)
     weight, scale = random_fp8(gen, 24, 640)
-    arguments = [tensor.to(device) for tensor in (x, weight, scale)]
-    expected = linear_triton(*arguments, tiling=Tiling(16, 512, 2, 4))
+    x, matrix = x.to(device), Matrix(weight.to(device), scale.to(device))
+    (expected,) = linears_triton(x, [matrix], tiling=Tiling(16, 512, 2, 4))
     for tiling in (Tiling(2, 512, 1, 1), Tiling(8, 512, 2, 2)):
         # a compiler may fuse multiplications and additions of one tiling otherwise than another's
-        got = linear_triton(*arguments, tiling=tiling)
+        (got,) = linears_triton(x, [matrix], tiling=tiling)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
 
 
@@ -131,4 +135,94 @@ def test_many_tokens(device: torch.device, gen: torch.Generator, dtype: torch.dt
 def test_linear_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     x = torch.randn((2, 48), generator=gen).bfloat16()
     weight, scale = random_fp8(gen, 32, 48)
-    assert torch.equal(linear(x, weight, scale), linear_reference(x, weight, scale))
+    assert torch.equal(linear(x, Matrix(weight, scale)), linear_reference(x, Matrix(weight, scale)))
+
+
+UNITS = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+def random_matrices(
+    gen: torch.Generator, cols: int, rows: list[int], dtype: torch.dtype, fp8: bool, bias: bool
+) -> list[Matrix]:
+    matrices = []
+    for size in rows:
+        weight, scale = torch.randn((size, cols), generator=gen).to(dtype), None
+        if fp8:
+            weight, scale = random_fp8(gen, size, cols)
+        shift = torch.randn(size, generator=gen).to(dtype) if bias else None
+        matrices.append(Matrix(weight, scale, shift))
+    return matrices
+
+
+def on(device: torch.device, matrix: Matrix) -> Matrix:
+    return Matrix(*(None if part is None else part.to(device) for part in matrix))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    "rows,normed,bias", [([40], True, False), ([130, 8], False, True), ([64, 130, 7], True, True)]
+)
+def test_several_matrices_after_one_norm(
+    device: torch.device,
+    gen: torch.Generator,
+    rows: list[int],
+    normed: bool,
+    bias: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    fp8: bool,
+) -> None:
+    """One launch gives what a norm and one product after the other give."""
+    cols = 208
+    x = torch.randn((tokens, cols), generator=gen).mul(3).to(dtype)
+    norm = Norm((torch.rand(cols, generator=gen) + 0.5).to(dtype), 1e-6) if normed else None
+    matrices = random_matrices(gen, cols, rows, dtype, fp8, bias)
+    expected = linears_reference(x, matrices, norm)
+    moved = None if norm is None else Norm(norm.weight.to(device), norm.eps)
+    got = linears_triton(x.to(device), [on(device, m) for m in matrices], moved)
+    h = x if norm is None else norm_by_hand(x, norm)
+    for matrix, out, reference in zip(matrices, got, expected, strict=True):
+        assert out.shape == (tokens, len(matrix.weight)) and out.dtype == dtype
+        size = linear_reference(
+            h.abs(), Matrix(matrix.weight.float().abs().to(matrix.weight.dtype), matrix.scale)
+        )
+        size = size.float() + (0 if matrix.bias is None else matrix.bias.float().abs())
+        worst = ((out.cpu().float() - reference.float()).abs() / size).max()
+        assert worst <= UNITS[dtype], f"off by {worst} of the terms' magnitude"
+
+
+def norm_by_hand(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    wide = x.double()
+    normal = wide / (wide.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return normal.to(x.dtype) * norm.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_residual_is_added_after_rounding(
+    device: torch.device, gen: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn((tokens, 96), generator=gen).to(dtype)
+    matrix = Matrix(torch.randn((40, 96), generator=gen).to(dtype))
+    residual = torch.randn((tokens, 40), generator=gen).mul(100).to(dtype)
+    (product,) = linears_triton(x.to(device), [on(device, matrix)])
+    (got,) = linears_triton(x.to(device), [on(device, matrix)], None, residual.to(device))
+    if device.type == "cuda" or dtype == torch.float32:  # the interpreter cuts in two places
+        assert torch.equal(got, residual.to(device) + product)
+    torch.testing.assert_close(
+        got.cpu(),
+        linear(x, matrix, residual=residual),
+        rtol=2**-6,
+        atol=1.0 if dtype == torch.bfloat16 else 1e-5,
+    )
+
+
+def test_linears_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
+    x, norm = torch.randn((2, 48), generator=gen), Norm(torch.ones(48), 1e-6)
+    matrices = random_matrices(gen, 48, [16, 4], torch.float32, False, True)
+    for got, expected in zip(
+        linears(x, matrices, norm), linears_reference(x, matrices, norm), strict=True
+    ):
+        assert torch.equal(got, expected)

@@ -7,15 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqmoe_kernels.attention import attention_decode_triton
-from seqmoe_kernels.expert_mlp import expert_pairs_triton
+from seqmoe_kernels import Matrix, Norm, Routing, expert_pairs
+from seqmoe_kernels.attention_step import attention_step_triton
+from seqmoe_kernels.choice import RecordedIds, choose_triton
+from seqmoe_kernels.expert_mlp import expert_mlp_triton
 from seqmoe_kernels.formats import NUM_MARKS, ExpertFormat
 from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gemv import linear_triton
+from seqmoe_kernels.gemv import linears_triton
 from seqmoe_kernels.lookup import MAX_SLOTS, PoolState, resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import rms_norm_triton
-from seqmoe_kernels.rope import rotary_triton
+from seqmoe_kernels.rope import Rotation, rotary_triton
 from seqmoe_kernels.router import route_triton
 from seqmoe_kernels.sampling_kernels import sample_triton
 from seqmoe_kernels.sampling_state import SamplingState
@@ -32,6 +34,15 @@ def pool(num_slots: int) -> PoolState:
     return PoolState.cold(num_slots, num_slots, torch.device("cpu"))
 
 
+def step(**changed: object) -> Callable[[], object]:
+    """An attention step of 4 query heads and 2 KV heads of 32, but for what is `changed`."""
+    row, state = torch.zeros(1, 128), torch.zeros(8, 2, 32)
+    good = {"q": row, "k": row[:, :64], "v": row[:, 64:], "keys": state, "values": state}
+    good |= {"position": torch.zeros(1).long(), "scale": 1.0}
+    good["rotation"] = Rotation(torch.zeros(16), row[0, :32], row[0, :64], 1e-6)
+    return lambda: attention_step_triton(**(good | changed))
+
+
 def sampling(logits: torch.Tensor, **changed: torch.Tensor) -> Callable[[], object]:
     """Sampling from a vocabulary of 8 tokens, but for what is `changed`."""
     counts = torch.zeros(8)
@@ -45,8 +56,9 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     fp8 = square.to(torch.float8_e4m3fn)
     slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    out = torch.zeros(1, 1, 64)
-    heads, kv = torch.zeros(3, 32), torch.zeros(8, 2, 32)
+    out, one, norm = torch.zeros(1, 1, 64), torch.ones(1), Norm(x[0], 1e-6)
+    short = RecordedIds(ints(0).view(1, 1, 1), torch.zeros(1).long())
+    kv = torch.zeros(8, 2, 32)
     records = torch.zeros(3, 40, dtype=torch.uint8)
     marks = torch.zeros(NUM_MARKS, dtype=torch.int64)
     return [
@@ -63,9 +75,22 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("9", lambda: rotary_triton(torch.zeros(1, 1, 9), torch.zeros(1).long(), square[0])),
         ("33", lambda: route_triton(square, 33, True)),
         ("0", lambda: route_triton(square, 0, True)),
-        ("torch.bfloat16", lambda: linear_triton(square[:1], square.bfloat16())),
-        ("[2, 1]", lambda: linear_triton(square[:1], fp8, torch.zeros(2, 1))),
-        ("40", lambda: linear_triton(torch.zeros(1, 40), torch.zeros(8, 40))),
+        ("torch.bfloat16", lambda: linears_triton(square[:1], [Matrix(square.bfloat16())])),
+        ("[2, 1]", lambda: linears_triton(square[:1], [Matrix(fp8, torch.zeros(2, 1))])),
+        ("40", lambda: linears_triton(torch.zeros(1, 40), [Matrix(torch.zeros(8, 40))])),
+        ("4 matrices", lambda: linears_triton(square[:1], [Matrix(square)] * 4)),
+        ("[31]", lambda: linears_triton(square, [Matrix(square)], Norm(torch.zeros(31), 0.1))),
+        ("[1, 9]", lambda: linears_triton(square[:1], [Matrix(square)], None, torch.zeros(1, 9))),
+        (
+            "scales",
+            lambda: linears_triton(square[:1], [Matrix(square), Matrix(fp8, torch.ones(1, 1))]),
+        ),
+        ("top_k is 5", lambda: choose_triton(torch.zeros(1, 4), 0, Routing(4, 5, True), pool(4))),
+        ("[1, 3]", lambda: choose_triton(torch.zeros(1, 3), 0, Routing(4, 2, True), pool(4))),
+        (
+            "[1, 1, 1]",
+            lambda: choose_triton(torch.zeros(1, 4), 0, Routing(4, 2, True), pool(4), short),
+        ),
         ("torch.float32", lambda: dequantize_triton(square, torch.zeros(1, 1), torch.float32)),
         ("torch.int8", lambda: dequantize_triton(fp8, torch.zeros(1, 1), torch.int8)),
         ("torch.int64", lambda: resolve_triton(torch.tensor([1]), pool(4))),
@@ -73,26 +98,35 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("empty", lambda: resolve_triton(ints(), pool(4))),
         ("40", lambda: fetch_triton(records, records, ints(0), ints(0), ints(1), marks)),
         ("[2]", lambda: fetch_triton(slots, slots, ints(0), ints(0, 1), ints(1), marks)),
-        ("[1, 32]", lambda: expert_pairs_triton(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
-        ("torch.int64", lambda: expert_pairs_triton(x, slots, torch.zeros(1, 1).long(), FMT, out)),
+        ("[1, 32]", lambda: expert_pairs(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
+        ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
             "24 x 64",
-            lambda: expert_pairs_triton(x, slots, ints(0).view(1, 1), FMT._replace(inter=24), out),
+            lambda: expert_mlp_triton(x, norm, slots, ints(0), one, FMT._replace(inter=24)),
         ),
         (
             "4104",
-            lambda: expert_pairs_triton(x, slots, ints(0).view(1, 1), FMT._replace(up=4104), out),
+            lambda: expert_mlp_triton(x, norm, slots, ints(0), one, FMT._replace(up=4104)),
         ),
         ("torch.int32", lambda: combine_triton(out, torch.zeros(1, 1), torch.int32)),
         ("[1, 2]", lambda: combine_triton(out, torch.zeros(1, 2), torch.float32)),
-        ("3 heads", lambda: attention_decode_triton(heads, kv, kv, ints(1), 1.0)),
+        ("96", step(q=torch.zeros(1, 96))),
+        ("torch.float16", step(v=torch.zeros(1, 64).half())),
+        ("torch.int32", step(position=ints(1))),
+        ("[8, 2, 31]", step(values=torch.zeros(8, 2, 31))),
+        ("(256, 2)", step(q=torch.zeros(1, 256)[:, ::2])),
+        ("inv_freq has shape [32]", step(rotation=Rotation(torch.zeros(32), None, None, 0.0))),
+        ("[65]", step(rotation=Rotation(torch.zeros(16), None, torch.zeros(65), 0.0))),
         (
             "288",
-            lambda: attention_decode_triton(
-                torch.zeros(1, 288), torch.zeros(4, 1, 288), torch.zeros(4, 1, 288), ints(1), 1.0
+            step(
+                q=torch.zeros(1, 288),
+                k=torch.zeros(1, 288),
+                v=torch.zeros(1, 288),
+                keys=torch.zeros(4, 1, 288),
+                values=torch.zeros(4, 1, 288),
             ),
         ),
-        ("torch.float32", lambda: attention_decode_triton(heads[:2], kv, kv, ints(1).float(), 1.0)),
     ]
 
 

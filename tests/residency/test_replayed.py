@@ -17,6 +17,7 @@ from seqmoe_cli.replay.policies import lru
 from seqmoe_cli.replay.replay import replay
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_kernels import PoolState, Routing, choose, route
 from tests.checkpoints import packed_model
 
 CPU = torch.device("cpu")
@@ -39,17 +40,22 @@ def made_up_trace() -> Trace:
 
 def test_one_step_after_the_other_and_round_again() -> None:
     ids = torch.arange(3 * 2 * 2, dtype=torch.uint8).view(3, 2, 2)
-    routing = ReplayedRouting(ids, CPU)
-    step = routing.step
+    routing, rule = ReplayedRouting(ids, CPU), Routing(12, 2, True)
+    step = routing.recorded.step
+
+    def chosen(layer: int) -> list[int]:
+        pool, logits = PoolState.cold(2 * 12, 4, CPU), torch.arange(12.0).unsqueeze(0)
+        choice = choose(logits, layer, rule, pool, routing.recorded)
+        assert torch.equal(choice.weights, route(logits, 2, True)[1][0])  # the router's own
+        return (choice.wanted - 12 * layer).tolist()
+
     for n in (0, 1, 2, 0, 1):
         for layer in (0, 1):
-            chosen = routing.choose(layer)
-            assert chosen.dtype == torch.int32
-            assert torch.equal(chosen, ids[n, layer : layer + 1].int())
+            assert chosen(layer) == ids[n, layer].tolist()
         routing.advance()
     routing.rewind(1)
-    assert torch.equal(routing.choose(1), ids[1, 1:].int())
-    assert routing.step is step
+    assert chosen(1) == ids[1, 1].tolist()
+    assert routing.recorded.step is step
 
 
 @pytest.fixture(scope="module")
