@@ -2,6 +2,7 @@
 # make demo PROMPT="a question" one answer on stdout
 # make test                     lint, types, tests
 # make gpu-check                GPU tests and a short bench, with the python that has torch and CUDA
+# make soak MINUTES=10          random conversations, checked all the time, with the same python
 #
 # Needs python3 (3.11 or newer, or PYTHON=...) and the package registry; everything lands in .venv
 # and .demo. Stamp files make a second run quick.
@@ -22,7 +23,7 @@ else
 unexport PROMPT
 endif
 
-.PHONY: demo test gpu-check clean
+.PHONY: demo test gpu-check soak clean
 
 demo: .demo/ready
 ifeq ($(origin PROMPT),override)
@@ -39,6 +40,10 @@ test: .venv/test
 
 gpu-check:
 	@PYTHONPATH=.:kernels:weights:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py
+
+MINUTES ?= 10
+soak:
+	@PYTHONPATH=.:kernels:weights:$$PYTHONPATH $(PYTHON) benchmarks/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv .demo
