@@ -13,11 +13,15 @@ MAX_TOKENS = 2**20  # beyond any context; larger numbers are typing errors
 @dataclass(frozen=True)
 class Case:
     """One thing to time: a prompt of `num_prompt` tokens or `num_gen` generated ones (the other is
-    0), behind a context of `depth` tokens that is not timed."""
+    0), behind a context of `depth` tokens that is not timed.
+
+    The `num_untimed` steps before those that are timed begin with the one token of a prompt.
+    """
 
     num_prompt: int
     num_gen: int
     depth: int
+    num_untimed: int = 0
 
     @property
     def name(self) -> str:
@@ -32,13 +36,18 @@ class Case:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of text that the case reads: generation starts from the one behind the depth."""
+        """Tokens of text that the case reads: generation goes on from the one behind the depth."""
         return self.depth + (self.num_prompt or 1)
 
     @property
     def ctx_size(self) -> int:
         """KV capacity that the case needs; a prompt is always followed by one sampled token."""
-        return self.depth + self.num_timed + 1
+        return self.depth + self.num_timed + (self.num_untimed or 1)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens that a timed step finds in the KV state, on average."""
+        return self.depth + self.num_untimed + (self.num_timed - 1) / 2
 
 
 def make_cases(
@@ -50,7 +59,7 @@ def make_cases(
         for depth in depths
         for case in (
             *(Case(num, 0, depth) for num in prompts if num),
-            *(Case(0, num, depth) for num in gens if num),
+            *(Case(0, num, depth, num_untimed=1) for num in gens if num),
         )
     ]
     if not cases:

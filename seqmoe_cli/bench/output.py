@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from seqmoe_cli.bench.inventory import readable_count
@@ -18,22 +18,32 @@ from seqmoe_weights.files import readable_size
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: text is left-aligned, numbers are right-aligned."""
+    """A column of a table: text is left-aligned, numbers are right-aligned."""
 
     title: str
     cell: Callable[[Row], str]
-    width: int  # smallest width; rows are printed as they come, so it cannot be fitted to all
+    width: int = 0  # smallest width; rows printed as they come cannot all be looked at for it
     number: bool = True
 
     def align(self, text: str, width: int) -> str:
         return text.rjust(width) if self.number else text.ljust(width)
 
 
+def _model(row: Row) -> str:
+    setting = row.setting
+    random = setting.weights == "random"
+    return f"{setting.model_filename} (random weights)" if random else setting.model_filename
+
+
+def _number(value: float | None, digits: int = 2, factor: float = 1) -> str:
+    return "" if value is None else f"{factor * value:,.{digits}f}"
+
+
 COLUMNS = (
-    Column("model", lambda row: row.setting.model_filename, 0, number=False),
-    Column("size", lambda row: readable_size(row.setting.model_size), 0),
-    Column("params", lambda row: readable_count(row.setting.model_n_params), 0),
-    Column("device", lambda row: f"{row.setting.device} {row.setting.dtype}", 0, number=False),
+    Column("model", _model, number=False),
+    Column("size", lambda row: readable_size(row.setting.model_size)),
+    Column("params", lambda row: readable_count(row.setting.model_n_params)),
+    Column("device", lambda row: f"{row.setting.device} {row.setting.dtype}", number=False),
     Column("pool", lambda row: row.setting.pool, 7, number=False),
     Column("slots", lambda row: f"{row.setting.num_slots:,}", 6),
     Column("test", lambda row: row.test, 13, number=False),
@@ -43,34 +53,91 @@ COLUMNS = (
     Column("miss/tok", lambda row: f"{row.misses_per_token:.2f}", 8),
     Column("host GB/s", lambda row: f"{row.fetch_gb_per_s:.2f}", 9),
 )
+# Where the time goes; a column without a value in any row is left out.
+TIME_COLUMNS = (
+    *(column for column in COLUMNS if column.title in ("pool", "test", "state")),
+    Column("% of full load", lambda row: _number(row.share_of_full_load, 1, 100)),
+    Column("ms/tok", lambda row: _number(row.ms_per_token, 3)),
+    Column("compute", lambda row: _number(row.breakdown.compute_ms, 3)),
+    Column("stall", lambda row: _number(row.breakdown.stall_ms, 3)),
+    Column("gap", lambda row: _number(row.breakdown.gap_ms, 3)),
+    Column("MB read/tok", lambda row: _number(row.breakdown.bytes_read_per_token, 1, 1e-6)),
+    Column("read GB/s", lambda row: _number(row.breakdown.read_gb_per_s, 1)),
+    Column("% of copy", lambda row: _number(row.breakdown.share_of_copy, 1, 100)),
+    Column("stall GB/s", lambda row: _number(row.breakdown.stall_gb_per_s, 1)),
+    Column("% of link", lambda row: _number(row.breakdown.share_of_link, 1, 100)),
+    Column("kernels/tok", lambda row: _number(row.breakdown.kernels_per_token, 0)),
+)
 
 
 def markdown(rows: Iterable[Row]) -> Iterator[str]:
-    """A table for people; what was timed, and the build, stand under it."""
+    """A table for people, and one of where the time of generated tokens goes; what was timed, and
+    the build, stand under them."""
     widths: list[int] = []
-    row = None
+    seen: list[Row] = []
     for row in rows:
+        seen.append(row)
         cells = [column.cell(row) for column in COLUMNS]
         if not widths:
-            widths = [
-                max(column.width, len(column.title), len(cell))
-                for column, cell in zip(COLUMNS, cells, strict=True)
-            ]
-            yield _line([column.title for column in COLUMNS], widths)
-            yield _line([_rule(*pair) for pair in zip(COLUMNS, widths, strict=True)], widths)
-        yield _line(cells, widths)
-    if row is not None:
-        setting = row.setting
+            widths = _widths(COLUMNS, [cells])
+            yield from _head(COLUMNS, widths)
+        yield _line(COLUMNS, cells, widths)
+    if seen:
+        yield from _times([row for row in seen if row.n_gen])
         yield ""
-        yield f"text: {setting.prompt_source}; timed with sampling: {setting.sampling}"
-        yield f"build: {setting.build_commit}; {setting.gpu_info or setting.cpu_info}"
-        yield from (f"note: {fallback}" for fallback in setting.fallbacks)
+        yield from _notes(seen[-1])
 
 
-def _line(cells: list[str], widths: list[int]) -> str:
+def _times(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    table = [[column.cell(row) for column in TIME_COLUMNS] for row in rows]
+    kept = [i for i in range(len(TIME_COLUMNS)) if any(cells[i] for cells in table)]
+    columns = [TIME_COLUMNS[i] for i in kept]
+    table = [[cells[i] for i in kept] for cells in table]
+    widths = _widths(columns, table)
+    yield ""
+    yield f"where the time goes, ms per token: {_model(rows[-1])}"
+    yield ""
+    yield from _head(columns, widths)
+    yield from (_line(columns, cells, widths) for cells in table)
+
+
+def _notes(row: Row) -> Iterator[str]:
+    setting = row.setting
+    yield f"text: {setting.prompt_source}; timed with sampling: {setting.sampling}"
+    if setting.weights == "random":
+        yield "weights: random; sizes and work are those of the shape, the text means nothing"
+    if setting.trace:
+        yield (
+            f"routing: replayed from trace {setting.trace}, {setting.n_expert_used} of "
+            f"{setting.n_expert} experts of a layer; {row.n_untimed} tokens before those timed"
+        )
+    if setting.copy_gb_per_s and setting.link_gb_per_s:
+        yield (
+            f"measured: memory copy {setting.copy_gb_per_s:,.0f} GB/s, "
+            f"link {setting.link_gb_per_s:.1f} GB/s"
+        )
+    yield f"build: {setting.build_commit}; {setting.gpu_info or setting.cpu_info}"
+    yield from (f"note: {fallback}" for fallback in setting.fallbacks)
+
+
+def _widths(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[int]:
+    return [
+        max(column.width, len(column.title), *(len(cells[i]) for cells in table))
+        for i, column in enumerate(columns)
+    ]
+
+
+def _head(columns: Sequence[Column], widths: Sequence[int]) -> Iterator[str]:
+    yield _line(columns, [column.title for column in columns], widths)
+    yield _line(columns, [_rule(*pair) for pair in zip(columns, widths, strict=True)], widths)
+
+
+def _line(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = (
         column.align(cell, width)
-        for column, cell, width in zip(COLUMNS, cells, widths, strict=True)
+        for column, cell, width in zip(columns, cells, widths, strict=True)
     )
     return "| " + " | ".join(padded) + " |"
 
@@ -80,7 +147,7 @@ def _rule(column: Column, width: int) -> str:
 
 
 def csv_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A header and one line a row; lists are written as JSON inside one field."""
+    """A header and one line a row; lists are written as JSON inside one field, None as nothing."""
     for index, row in enumerate(rows):
         record = row.to_dict()
         if not index:

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from seqmoe_cli.bench.shapes import Shape
-from seqmoe_cli.errors import ResourceError
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.families import TensorSpec, family_of, scale_spec
 from seqmoe_weights.files import Meter, Progress
@@ -41,12 +40,7 @@ def random_store(shape: Shape, pin: bool, progress: Progress | None = None) -> H
     `progress` counts the bytes made, then those pinned.
     """
     layout, count = shape.layout, shape.config.num_routed_experts
-    try:
-        store = HostStore.allocate(count, layout.record_bytes, pin=False)
-    except ResourceError as error:
-        raise ResourceError(
-            f"--shape {shape.name}: {error.message}", "close other programs, or use a smaller shape"
-        ) from None
+    store = HostStore.allocate(count, layout.record_bytes, pin=False)
     cutters = [_Cutter.of(n, part, shape.config) for n, part in enumerate(layout.parts)]
     records: Bytes = store.records.numpy()
     meter = Meter(store.records.nbytes, progress)

@@ -1,4 +1,7 @@
-"""One row of results: llama-bench's key names, and what an expert pool adds. Imports no torch."""
+"""One row of results: llama-bench's key names, what an expert pool adds, and where the time goes.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,41 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from seqmoe_cli.bench.matrix import Case
+from seqmoe_cli.engine.stats import StepStats
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed repetition: wall time of the run, sampling included, and the pool's counts."""
+    """One timed repetition: wall time of the run, sampling included, and what its steps cost."""
 
     elapsed_ns: int
-    num_tokens: int
-    hits: int
-    misses: int
-    fetched_bytes: int
+    total: StepStats
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.total.num_tokens * 1e9 / self.elapsed_ns
 
 
 @dataclass(frozen=True)
 class Setting:
     """What all rows of one opened engine share; the names are those of the JSON keys.
 
-    `model_size` is the bytes of all weights, `model_n_params` their number; `pool` is the flag as
-    typed, `pool_bytes` and `num_slots` what it came to; `fallbacks` holds a sentence for everything
-    that could not be done as asked.
+    `weights` is "random" or "packed"; `model_size` is the bytes of all weights, `model_n_params`
+    their number; `n_expert_used` of `n_expert` experts of a layer serve a token; `trace` names the
+    routing that is replayed, empty when the router chooses. `pool` is the flag as typed,
+    `pool_bytes` and `num_slots` what it came to; `fallbacks` holds a sentence for everything that
+    could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings,
+    None on a CPU.
     """
 
     model_filename: str
     model_type: str
+    weights: str
     model_size: int
     model_n_params: int
+    n_expert: int
+    n_expert_used: int
+    trace: str
     device: str
     dtype: str
     pool: str
@@ -47,18 +59,43 @@ class Setting:
     torch: str
     triton: str
     build_commit: str
+    copy_gb_per_s: float | None
+    link_gb_per_s: float | None
     fallbacks: list[str]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of a generated token goes, in milliseconds, by the device's clock: computing,
+    waiting for misses, and between the steps; and how that compares with the ceilings.
+
+    `bytes_read_per_token` of the device's memory, `read_gb_per_s` while it computes,
+    `stall_gb_per_s` over the link while it waits. Shares are from 0 to 1, None without a ceiling.
+    """
+
+    compute_ms: float | None = None
+    stall_ms: float | None = None
+    gap_ms: float | None = None
+    bytes_read_per_token: int | None = None
+    read_gb_per_s: float | None = None
+    share_of_copy: float | None = None
+    stall_gb_per_s: float | None = None
+    share_of_link: float | None = None
+    kernels_per_token: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """A case in one `state` of the pool, `cold` or `warm`; `bytes_fetched` is the mean of a
-    repetition, `hit_rate` and `misses_per_token` are taken over all of them."""
+    repetition, `hit_rate` and `misses_per_token` are taken over all of them. `n_untimed` steps came
+    before the timed ones. `share_of_full_load` compares `avg_ts` with that of the row whose pool
+    held all experts; None where the run has no such row yet."""
 
     setting: Setting
     n_prompt: int
     n_gen: int
     n_depth: int
+    n_untimed: int
     test: str
     state: str
     test_time: str
@@ -72,41 +109,90 @@ class Row:
     misses_per_token: float
     bytes_fetched: int
     fetch_gb_per_s: float
+    ms_per_token: float
+    share_of_full_load: float | None
+    breakdown: Breakdown
 
     def to_dict(self) -> dict[str, object]:
-        """The row as one flat object: the setting's keys first."""
+        """The row as one flat object: the setting's keys first, the breakdown's last."""
         own = asdict(self)
-        return {**own.pop("setting"), **own}
+        setting, breakdown = own.pop("setting"), own.pop("breakdown")
+        return {**setting, **own, **breakdown}
 
 
 def make_row(
-    setting: Setting, case: Case, state: str, test_time: str, samples: Sequence[Sample]
+    setting: Setting,
+    case: Case,
+    state: str,
+    test_time: str,
+    samples: Sequence[Sample],
+    *,
+    full_ts: float | None = None,
+    bytes_read: int = 0,
+    num_kernels: int | None = None,
 ) -> Row:
-    """Sum up the repetitions of one case; the deviation of a single one is 0."""
+    """Sum up the repetitions of one case; the deviation of a single one is 0. `full_ts` is the
+    speed with all experts in the pool; `bytes_read` and `num_kernels` are those of a step."""
     times = [sample.elapsed_ns for sample in samples]
-    rates = [sample.num_tokens * 1e9 / sample.elapsed_ns for sample in samples]
-    hits = sum(sample.hits for sample in samples)
-    misses = sum(sample.misses for sample in samples)
-    fetched = sum(sample.fetched_bytes for sample in samples)
+    rates = [sample.tokens_per_second for sample in samples]
+    total = sum((sample.total for sample in samples), StepStats("decode"))
     return Row(
         setting=setting,
         n_prompt=case.num_prompt,
         n_gen=case.num_gen,
         n_depth=case.depth,
+        n_untimed=case.num_untimed,
         test=case.name,
         state=state,
         test_time=test_time,
         avg_ns=round(statistics.fmean(times)),
         stddev_ns=round(_stddev(times)),
-        avg_ts=statistics.fmean(rates),
+        avg_ts=mean_rate(samples),
         stddev_ts=_stddev(rates),
         samples_ns=times,
         samples_ts=rates,
-        hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-        misses_per_token=misses / sum(sample.num_tokens for sample in samples),
-        bytes_fetched=fetched // len(samples),
-        fetch_gb_per_s=fetched / sum(times),  # bytes per nanosecond are GB per second
+        hit_rate=total.hit_rate,
+        misses_per_token=total.misses / total.num_tokens,
+        bytes_fetched=total.fetched_bytes // len(samples),
+        fetch_gb_per_s=total.fetched_bytes / sum(times),  # bytes per nanosecond are GB per second
+        ms_per_token=sum(times) / total.num_tokens / 1e6,
+        share_of_full_load=mean_rate(samples) / full_ts if full_ts else None,
+        breakdown=(
+            _breakdown(setting, total, bytes_read, num_kernels) if case.num_gen else Breakdown()
+        ),
     )
+
+
+def mean_rate(samples: Sequence[Sample]) -> float:
+    """Tokens per second, mean over the repetitions."""
+    return statistics.fmean(sample.tokens_per_second for sample in samples)
+
+
+def _breakdown(
+    setting: Setting, total: StepStats, bytes_read: int, num_kernels: int | None
+) -> Breakdown:
+    tokens, compute_s = total.num_tokens, total.step_s - total.stall_s
+    read = _gb_per_s(bytes_read * tokens, compute_s)
+    stall = _gb_per_s(total.fetched_bytes, total.stall_s)
+    return Breakdown(
+        compute_ms=1e3 * compute_s / tokens,
+        stall_ms=1e3 * total.stall_s / tokens,
+        gap_ms=1e3 * total.gap_s / tokens,
+        bytes_read_per_token=bytes_read,
+        read_gb_per_s=read,
+        share_of_copy=_share(read, setting.copy_gb_per_s),
+        stall_gb_per_s=stall,
+        share_of_link=_share(stall, setting.link_gb_per_s),
+        kernels_per_token=num_kernels,
+    )
+
+
+def _gb_per_s(num_bytes: int, seconds: float) -> float | None:
+    return num_bytes / seconds / 1e9 if num_bytes and seconds > 0 else None
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 def _stddev(values: Sequence[float]) -> float:

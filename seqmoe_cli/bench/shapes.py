@@ -94,7 +94,7 @@ SHAPES: Mapping[str, Shape] = {
         "qwen3-30b-a3b": _QWEN3_30B_A3B,
         "mixtral-8x7b": _MIXTRAL_8X7B,
         # Qwen3's layers and experts, all of them narrow: its recorded routing fits, on any machine.
-        "qwen3-narrow": replace(_NARROW, dense_format="FP8"),
+        "qwen3-narrow": _NARROW,
         "tiny": _TINY,
     }.items()
 }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,23 +11,22 @@ from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
     DtypeOption,
-    ModelArgument,
     VramOption,
     check_choice,
     engine_options,
     find_model,
-    opened_engine,
+    flag,
+    load_progress,
 )
-from seqmoe_cli.commands.progress import StatusLine, status_line
-from seqmoe_cli.errors import PromptError, UsageError
-from seqmoe_cli.settings import EngineOptions, SamplingParams, check_range
+from seqmoe_cli.commands.progress import status_line
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.settings import check_range
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.matrix import Case
-    from seqmoe_cli.bench.measure import Plan
-    from seqmoe_cli.bench.rows import Row, Setting
-    from seqmoe_cli.engine.engine import Engine
-    from seqmoe_weights.packed import PackedModel
+    from seqmoe_cli.bench.recorded import RecordedRouting
+    from seqmoe_cli.bench.session import Session
+    from seqmoe_cli.bench.source import Source
 
 FORMAT_NAMES = ("md", "csv", "json", "jsonl")
 
@@ -39,8 +35,29 @@ def _list_option(*names: str, help: str) -> Any:
     return typer.Option(*names, metavar="LIST", help=f"{help}; several with commas.")
 
 
-_Prompts = Annotated[str, _list_option("-p", "--n-prompt", help="Tokens of the prompt")]
-_Gens = Annotated[str, _list_option("-n", "--n-gen", help="Tokens to generate")]
+_Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a packed model, or its name under the models folder.",
+        show_default=False,
+    ),
+]
+_Shape = Annotated[
+    str | None,
+    flag("--shape", metavar="NAME", help="Measure random weights in the shape of a known model."),
+]
+_Trace = Annotated[
+    str | None,
+    flag("--trace", metavar="FILE", help="Replay recorded routing: a trace, or qwen3."),
+]
+_Prompts = Annotated[
+    str | None, flag("-p", "--n-prompt", metavar="LIST", help="Tokens of the prompt; 512.")
+]
+_Gens = Annotated[
+    str | None,
+    flag("-n", "--n-gen", metavar="LIST", help="Tokens to generate; 128, or half the trace."),
+]
 _Depths = Annotated[str, _list_option("-d", "--n-depth", help="Tokens of context before them")]
 _Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
 _Repetitions = Annotated[
@@ -64,9 +81,11 @@ _NoWarmup = Annotated[
 
 
 def bench(
-    model: ModelArgument,
-    prompts: _Prompts = "512",
-    gens: _Gens = "128",
+    model: _Model = None,
+    shape: _Shape = None,
+    trace: _Trace = None,
+    prompts: _Prompts = None,
+    gens: _Gens = None,
     depths: _Depths = "0",
     repetitions: _Repetitions = 5,
     pools: _Pools = DEFAULTS.pool.text,
@@ -83,154 +102,87 @@ def bench(
     it what the same tokens left there. Prompts are connected text; generation goes on from it with
     the model's own sampling settings and a fixed seed. Sampling is inside the timed part,
     tokenising is not.
-    """
-    from seqmoe_cli.bench.matrix import make_cases, parse_counts
 
-    cases = make_cases(
-        parse_counts("-p", prompts), parse_counts("-n", gens), parse_counts("-d", depths)
-    )
+    --shape needs no model: random weights of full size are made in memory. --trace replays the
+    routing of a real model: the pool starts empty, all tokens of the trace are generated, the last
+    ones timed. A pool of all experts runs first, the others are compared with it.
+    """
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
-    ctx_size = max(case.ctx_size for case in cases)
     options = [
-        engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+        engine_options(pool=pool, vram=vram, device=device, dtype=dtype)
         for pool in dict.fromkeys(pools.split(","))
     ]
-    text, source = _prompt_text(prompt_file)
-    packed = _open_checked(find_model(model), cases, options)
-    plan = _make_plan(packed, cases, text, source, repetitions, not no_warmup)
-    _run(packed, options, cases, plan, source, output)
+    _check_source(model, shape, prompt_file)
+    routing, cases = _routing_and_cases(trace, prompts, gens, depths)
+
+    from seqmoe_cli.bench.session import Session
+
+    source = _source(model, shape, prompt_file)
+    _run(Session.prepare(source, cases, options, repetitions, not no_warmup, routing), output)
 
 
-def _prompt_text(prompt_file: Path | None) -> tuple[str, str]:
-    """The text that the cases read, and the name that rows give it."""
+def _check_source(model: str | None, shape: str | None, prompt_file: Path | None) -> None:
+    from seqmoe_cli.bench.shapes import SHAPES, find_shape
+
+    names = ", ".join(SHAPES)
+    if model is None and shape is None:
+        raise UsageError("nothing to measure", f"give a MODEL, or --shape and one of: {names}")
+    if model is not None and shape is not None:
+        raise UsageError(f"--shape {shape} and MODEL {model} were both given", "leave one out")
+    if shape is not None:
+        find_shape(shape)
+        if prompt_file is not None:
+            raise UsageError(
+                "--prompt-file cannot be read with --shape, which has no tokenizer", "leave it out"
+            )
+
+
+def _routing_and_cases(
+    trace: str | None, prompts: str | None, gens: str | None, depths: str
+) -> tuple[RecordedRouting | None, tuple[Case, ...]]:
+    from seqmoe_cli.bench.matrix import make_cases, parse_counts
+
+    num_depths = parse_counts("-d", depths)
+    if trace is None:
+        nums = (
+            parse_counts("-p", "512" if prompts is None else prompts),
+            parse_counts("-n", "128" if gens is None else gens),
+        )
+        return None, make_cases(*nums, num_depths)
+    if prompts is not None:
+        raise UsageError("-p cannot be used with --trace: prompts are not replayed", "leave it out")
+    nums_gen = None if gens is None else parse_counts("-n", gens)
+
+    from seqmoe_cli.bench.recorded import RecordedRouting
+
+    routing = RecordedRouting.open(trace)
+    return routing, routing.cases(nums_gen, num_depths)
+
+
+def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> Source:
+    from seqmoe_cli.bench.source import packed_source, random_source
     from seqmoe_cli.bench.text import read_text, shipped_text
 
-    return (read_text(prompt_file), str(prompt_file)) if prompt_file else shipped_text()
+    if shape is not None:
+        return random_source(shape)
+    text, name = (
+        (read_text(prompt_file), str(prompt_file)) if prompt_file is not None else shipped_text()
+    )
+    return packed_source(find_model(model or ""), text, name)
 
 
-def _open_checked(
-    folder: Path, cases: Sequence[Case], options: Sequence[EngineOptions]
-) -> PackedModel:
-    """The model, once it is clear that every case and every pool size fits."""
-    from seqmoe_cli.engine.memory import plan_memory
-    from seqmoe_weights.packed import PackedModel
+def _run(session: Session, output: str) -> None:
+    """Load the weights, then print rows as they come."""
+    from contextlib import ExitStack
 
-    packed = PackedModel.open(folder)
-    most = packed.config.max_position_embeddings
-    for case in cases:
-        if case.ctx_size > most:
-            raise UsageError(
-                f"{case.name} needs a context of {case.ctx_size:,} tokens, the model has {most:,}",
-                "lower -d, -p or -n",
-            )
-    for option in options:
-        plan_memory(packed, option)
-    return packed
-
-
-def _make_plan(
-    packed: PackedModel,
-    cases: Sequence[Case],
-    text: str,
-    source: str,
-    repetitions: int,
-    warmup: bool,
-) -> Plan:
-    """Tokens and sampling of all cases: the model's own settings with a fixed seed."""
-    from seqmoe_cli.bench.measure import Plan
-    from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
-    from seqmoe_cli.engine.tokenizer import Tokenizer
-
-    ids = Tokenizer.open(packed.path).encode(text)
-    longest = max(cases, key=lambda case: case.text_tokens)
-    if longest.text_tokens > len(ids):
-        raise PromptError(
-            f"{longest.name} reads {longest.text_tokens:,} tokens, {source} has {len(ids):,}",
-            "give a longer text with --prompt-file, or lower -p or -d",
-        )
-    sampling = SamplingSettings({"seed": 0}, checkpoint_settings(packed.path)).params
-    return Plan(ids, sampling, repetitions, warmup)
-
-
-def _run(
-    packed: PackedModel,
-    options: Sequence[EngineOptions],
-    cases: Sequence[Case],
-    plan: Plan,
-    source: str,
-    output: str,
-) -> None:
-    """Measure pool size by pool size and print rows as they come."""
     from seqmoe_cli.bench.output import FORMATS
 
-    with status_line() as tell:
-        rows = (
-            row
-            for option in options
-            for row in _rows_of_pool(packed, option, cases, plan, source, tell)
-        )
-        for line in FORMATS[output](rows):
+    _, plan = session.pools[0]
+    with ExitStack() as stack:
+        with load_progress() as progress:
+            loaded = stack.enter_context(session.source.loaded(plan, progress))
+        tell = stack.enter_context(status_line())
+        for line in FORMATS[output](session.rows(loaded, tell)):
             tell.clear()
             print(line, flush=True)
-
-
-def _rows_of_pool(
-    packed: PackedModel,
-    options: EngineOptions,
-    cases: Sequence[Case],
-    plan: Plan,
-    source: str,
-    tell: StatusLine,
-) -> Iterator[Row]:
-    from seqmoe_cli.bench.measure import run_case
-    from seqmoe_cli.bench.rows import make_row
-
-    tell.clear()
-    with opened_engine(packed.path, options) as engine:
-        setting = _describe(packed, engine, options, plan.sampling, source)
-        for case in cases:
-            for state, samples in run_case(
-                engine, case, plan, lambda text: tell(f"pool {options.pool.text}, {text}")
-            ):
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                yield make_row(setting, case, state, now, samples)
-
-
-def _describe(
-    packed: PackedModel,
-    engine: Engine,
-    options: EngineOptions,
-    sampling: SamplingParams,
-    source: str,
-) -> Setting:
-    """What all rows of an opened engine share."""
-    from seqmoe_cli.bench.inventory import count_params
-    from seqmoe_cli.bench.machine import Machine
-    from seqmoe_cli.bench.rows import Setting
-
-    return Setting(
-        model_filename=packed.name,
-        model_type=f"{packed.config.family} {packed.layout['gate'].dtype}",
-        model_size=packed.resident_bytes + packed.records_bytes,
-        model_n_params=count_params(packed.config).total,
-        device=engine.device.type,
-        dtype=str(engine.dtype).removeprefix("torch."),
-        pool=options.pool.text,
-        pool_bytes=engine.plan.pool_bytes,
-        num_slots=engine.plan.num_slots,
-        n_ctx=engine.ctx_size,
-        sampling=_sampling_text(sampling),
-        prompt_source=source,
-        fallbacks=engine.fallbacks,
-        **asdict(Machine.inspect(engine.device.type)),
-    )
-
-
-def _sampling_text(params: SamplingParams) -> str:
-    if params.temperature == 0:
-        return "greedy"
-    return (
-        f"temperature {params.temperature:g}, top-k {params.top_k}, top-p {params.top_p:g}, "
-        f"min-p {params.min_p:g}, seed {params.seed}"
-    )

@@ -21,9 +21,12 @@ def test_zero_leaves_a_kind_out() -> None:
 
 
 def test_what_a_case_needs() -> None:
-    prompt, gen = Case(16, 0, 5), Case(0, 8, 5)
+    prompt, gen = make_cases((16,), (8,), (5,))
     assert (prompt.text_tokens, prompt.ctx_size) == (21, 22)
     assert (gen.text_tokens, gen.ctx_size) == (6, 14)
+    assert gen.mean_context == (6 + 13) / 2  # the first timed step sees 6 tokens, the last 13
+    replayed = Case(0, 8, 5, num_untimed=20)
+    assert (replayed.text_tokens, replayed.ctx_size, replayed.name) == (6, 33, "tg8 @ d5")
 
 
 def test_counts_are_read_once_each() -> None:

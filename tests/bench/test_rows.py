@@ -5,18 +5,24 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.output import FORMATS
-from seqmoe_cli.bench.rows import Row, Sample, Setting, make_row
+from seqmoe_cli.bench.rows import Breakdown, Row, Sample, Setting, make_row
+from seqmoe_cli.engine.stats import StepStats
 
 SETTING = Setting(
     model_filename="tiny",
     model_type="mixtral F32",
+    weights="packed",
     model_size=3 * 2**30,
     model_n_params=1_500_000_000,
+    n_expert=8,
+    n_expert_used=2,
+    trace="",
     device="cpu",
     dtype="float32",
     pool="45%",
@@ -31,18 +37,20 @@ SETTING = Setting(
     torch="2",
     triton="3",
     build_commit="abc1234",
+    copy_gb_per_s=None,
+    link_gb_per_s=None,
     fallbacks=["no usable CUDA device: computing on the CPU"],
 )
 SAMPLES = [
-    Sample(elapsed_ns=2_000_000_000, num_tokens=8, hits=30, misses=10, fetched_bytes=4_000),
-    Sample(elapsed_ns=1_000_000_000, num_tokens=8, hits=36, misses=4, fetched_bytes=2_000),
+    Sample(2_000_000_000, StepStats("decode", 8, 30, 10, 4_000, 2.0, 0.5, 1.7, 0.2)),
+    Sample(1_000_000_000, StepStats("decode", 8, 36, 4, 2_000, 1.0, 0.1, 0.7, 0.2)),
 ]
 
 
 def rows() -> list[Row]:
     time = "2026-01-02T03:04:05Z"
     return [
-        make_row(SETTING, Case(0, 8, 16), "cold", time, SAMPLES),
+        make_row(SETTING, Case(0, 8, 16, 1), "cold", time, SAMPLES, bytes_read=9_000_000),
         make_row(SETTING, Case(8, 0, 0), "warm", time, SAMPLES[:1]),
     ]
 
@@ -57,6 +65,35 @@ def test_sums_of_a_row() -> None:
     assert row.misses_per_token == 14 / 16
     assert row.bytes_fetched == 3_000
     assert row.fetch_gb_per_s == pytest.approx(6_000 / 3e9)
+
+
+def test_where_the_time_goes() -> None:
+    setting = replace(SETTING, copy_gb_per_s=0.5, link_gb_per_s=2e-5)
+    case = Case(0, 8, 16, 1)
+    row = make_row(
+        setting, case, "cold", "", SAMPLES, full_ts=8.0, bytes_read=9_000_000, num_kernels=33
+    )
+    parts = row.breakdown
+    assert row.ms_per_token == pytest.approx(3000 / 16)
+    assert parts.compute_ms == pytest.approx((2400 - 600) / 16)
+    assert parts.stall_ms == pytest.approx(600 / 16)
+    assert parts.gap_ms == pytest.approx(400 / 16)
+    assert parts.bytes_read_per_token == 9_000_000
+    assert parts.read_gb_per_s == pytest.approx(9e6 * 16 / 1.8 / 1e9)
+    assert parts.share_of_copy == pytest.approx(0.16)
+    assert parts.stall_gb_per_s == pytest.approx(6_000 / 0.6 / 1e9)
+    assert parts.share_of_link == pytest.approx(0.5)
+    assert (row.share_of_full_load, parts.kernels_per_token) == (0.75, 33)
+
+
+def test_what_cannot_be_said_is_none() -> None:
+    generated, prompt = rows()
+    assert generated.share_of_full_load is None
+    assert generated.breakdown.share_of_copy is generated.breakdown.share_of_link is None
+    assert prompt.breakdown == Breakdown()
+    hits = StepStats("decode", 8, 40, 0, 0, 2.0, 0.0, 1.7, 0.2)
+    all_hit = make_row(SETTING, Case(0, 8, 0, 1), "warm", "", [Sample(2 * 10**9, hits)])
+    assert (all_hit.breakdown.stall_ms, all_hit.breakdown.stall_gb_per_s) == (0.0, None)
 
 
 def test_one_repetition_has_no_deviation() -> None:
@@ -74,7 +111,9 @@ def test_json_is_one_array_of_flat_objects() -> None:
     )
     ours = (
         "hit_rate misses_per_token bytes_fetched pool_bytes num_slots state prompt_source driver "
-        "torch triton device dtype"
+        "torch triton device dtype weights trace n_expert n_expert_used n_untimed ms_per_token "
+        "share_of_full_load compute_ms stall_ms gap_ms bytes_read_per_token read_gb_per_s "
+        "share_of_copy stall_gb_per_s share_of_link kernels_per_token copy_gb_per_s link_gb_per_s"
     )
     assert set(f"{llama_bench} {ours}".split()) <= set(found[0])
     assert not any(isinstance(value, dict) for value in found[0].values())
@@ -119,7 +158,29 @@ def test_markdown_aligns_text_left_and_numbers_right() -> None:
     assert (row["hit %"], row["miss/tok"], row["pool"]) == ("82.5", "0.88", "45%")
     assert lines[2].startswith("| tiny ") and "|  82.5 |" in lines[2]
     under = "\n".join(lines[4:])
+    assert "random" not in "\n".join(lines) and "routing" not in under
     assert "greedy" in under and "abc1234" in under and "no usable CUDA device" in under
+
+
+def test_markdown_shows_where_the_time_goes() -> None:
+    setting = replace(SETTING, weights="random", trace="qwen3", copy_gb_per_s=4000.0)
+    setting = replace(setting, link_gb_per_s=55.0)
+    row = make_row(setting, Case(0, 8, 0, 64), "cold", "", SAMPLES, full_ts=8, bytes_read=9_000_000)
+    lines = list(FORMATS["md"]([row]))
+    title = next(i for i, line in enumerate(lines) if line.startswith("where the time goes"))
+    assert lines[0].startswith("| model ") and "tiny (random weights)" in lines[2]
+    assert "tiny (random weights)" in lines[title]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[title + 2 :]]
+    cells = dict(zip(table[0], table[2], strict=True))
+    assert cells["% of full load"] == "75.0"
+    assert [cells[name] for name in ("ms/tok", "compute", "stall", "gap")] == [
+        "187.500", "112.500", "37.500", "25.000"
+    ]  # fmt: skip
+    assert (cells["MB read/tok"], "kernels/tok" in cells) == ("9.0", False)
+    under = "\n".join(lines[title + 5 :])
+    assert "weights: random" in under
+    assert "trace qwen3, 2 of 8 experts" in under and "64 tokens before" in under
+    assert "4,000 GB/s" in under and "55.0 GB/s" in under
 
 
 @pytest.mark.parametrize(("name", "expected"), [("md", 0), ("csv", 0), ("jsonl", 0), ("json", 1)])

@@ -14,12 +14,13 @@ from seqmoe_cli.bench.random_weights import random_store, random_tensors
 from seqmoe_cli.bench.shapes import SHAPES, Shape, find_shape
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.memory import plan_memory
-from seqmoe_cli.errors import ResourceError, UsageError
+from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_weights.families import family_of
 
-SMALL = ["tiny", "qwen3-narrow"]
+TINY = find_shape("tiny")
+SMALL = [TINY, Shape("tiny-fp8", replace(TINY.config, dense_format="FP8"))]
 CPU = torch.device("cpu")
 
 
@@ -50,9 +51,8 @@ def test_an_unknown_shape() -> None:
     assert all(name in caught.value.hint for name in SHAPES)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_records_are_finite_distinct_and_stamped(name: str) -> None:
-    shape = find_shape(name)
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_records_are_finite_distinct_and_stamped(shape: Shape) -> None:
     reports: list[tuple[int, int]] = []
     store = random_store(shape, pin=False, progress=lambda *done: reports.append(done))
     records, layout = store.records.numpy(), shape.layout
@@ -62,10 +62,9 @@ def test_records_are_finite_distinct_and_stamped(name: str) -> None:
     assert records[:, stamp : stamp + 8].copy().view(np.int64)[:, 0].tolist() == [
         *range(len(records))
     ]
-    some = np.concatenate((records[:500], records[-500:])) if len(records) > 1000 else records
     for part in ("gate", "up", "down"):
         at = layout[part]
-        content = some[:, at.offset : at.offset + at.num_bytes]
+        content = records[:, at.offset : at.offset + at.num_bytes]
         assert len({row.tobytes() for row in content}) == len(content)
         if at.dtype == "F8_E4M3":
             assert not ((content & 0x7F) == 0x7F).any()  # NaN
@@ -76,9 +75,8 @@ def test_records_are_finite_distinct_and_stamped(name: str) -> None:
     assert not np.array_equal(gate, up)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_resident_tensors_are_those_of_the_family(name: str) -> None:
-    shape = find_shape(name)
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_resident_tensors_are_those_of_the_family(shape: Shape) -> None:
     weights = random_tensors(shape, torch.bfloat16, CPU)
     specs = family_of({"model_type": shape.config.family}).resident_tensors(shape.config)
     for spec in specs:
@@ -95,7 +93,7 @@ def test_resident_tensors_are_those_of_the_family(name: str) -> None:
 
 def test_the_router_has_a_choice() -> None:
     """Tokens differ in their experts, and most experts are used."""
-    shape, num_tokens = find_shape("tiny"), 40
+    shape, num_tokens = TINY, 40
     plan = plan_memory(shape, EngineOptions(PoolSize.parse("all"), "cpu", "float32", 256))
     store = random_store(shape, pin=False)
     engine = Engine(shape, store, plan, random_tensors(shape, plan.dtype, CPU))
@@ -112,10 +110,3 @@ def test_the_router_has_a_choice() -> None:
     before, after = trace.experts[:-1, :, :, None], trace.experts[1:, :, None]
     shared = (before == after).any(3).mean()
     assert shared < 0.5, "neighbours use the same experts"
-
-
-def test_what_does_not_fit_is_refused_with_numbers() -> None:
-    huge = Shape("huge", replace(find_shape("mixtral-8x7b").config, num_hidden_layers=9999))
-    with pytest.raises(ResourceError, match=r"--shape huge: .* needed, .* available") as caught:
-        random_store(huge, pin=False)
-    assert "smaller shape" in caught.value.hint

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 
+from seqmoe_cli.bench.shapes import find_shape
 from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.tokenizer import Tokenizer
+from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
+from seqmoe_cli.replay.policies import lru
+from seqmoe_cli.replay.replay import replay
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_weights.memory import available_host_bytes
+from tests.checkpoints import packed_model
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
 Packed = Callable[..., Path]
@@ -94,6 +100,7 @@ def test_cold_rows_count_what_the_engine_counts(
     packed: Packed, rows: Callable[..., list[dict[str, Any]]]
 ) -> None:
     found = rows("-p", "20", "-n", "6", "-d", "7", "-r", "2", "--pool", "14slots", "--no-warmup")
+    assert found[1]["n_untimed"] == 1
     folder = packed("qwen3_moe")
     ids = Tokenizer.open(folder).encode(shipped_text()[0])
     greedy = SamplingParams(temperature=0)
@@ -121,6 +128,7 @@ def test_other_formats_hold_the_same_rows(bench: Callable[..., str]) -> None:
     assert list(table[0]) == list(lines[0])
     markdown = bench(*argv).splitlines()
     assert [line.split("|")[7].strip() for line in markdown[2:4]] == ["pp4", "pp8"]
+    assert not any(line.startswith("where the time goes") for line in markdown)
 
 
 def test_prompt_file(packed: Packed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +150,7 @@ def test_prompt_file(packed: Packed, tmp_path: Path, capsys: pytest.CaptureFixtu
     ("argv", "names"),
     [
         (["-p", "x"], ["-p 'x'"]),
+        (["-p", ""], ["-p ''"]),
         (["-n", "-3"], ["-n", "-3"]),
         (["-d", "1e3"], ["-d '1e3'"]),
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
@@ -153,6 +162,11 @@ def test_prompt_file(packed: Packed, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--vram", "nan"], ["--vram nan"]),
         (["--device", "tpu"], ["--device 'tpu'"]),
         (["--dtype", "int8"], ["--dtype 'int8'"]),
+        (["--shape", "tiny"], ["--shape tiny", "/no/such/model"]),
+        (["--trace", "qwen9"], ["'qwen9'", "qwen3"]),
+        (["--trace", "qwen3", "-p", "5"], ["-p", "--trace"]),
+        (["--trace", "qwen3", "-n", "128"], ["-n 128", "1 to 127"]),
+        (["--trace", "qwen3", "-n", "0"], ["-n 0", "1 to 127"]),
     ],
 )
 def test_usage_errors_come_before_the_model_is_looked_for(
@@ -186,3 +200,130 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(
     assert out == ""
     assert all(name in err for name in names), err
     assert len(err.splitlines()) <= 2
+
+
+@pytest.fixture
+def shaped(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+    """The rows of `seqmoe bench --shape tiny -o json`."""
+
+    def run(*argv: str) -> list[dict[str, Any]]:
+        code = main(["bench", "--shape", "tiny", *CPU, "-o", "json", *argv])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        rows: list[dict[str, Any]] = json.loads(out)
+        return rows
+
+    return run
+
+
+def test_a_shape_is_measured_without_a_model(shaped: Callable[..., list[dict[str, Any]]]) -> None:
+    found = shaped("-p", "8", "-n", "5", "-r", "2", "--pool", "25%,all")
+    assert [(r["pool"], r["test"], r["state"]) for r in found] == [  # all of them come first
+        *itertools.product(("all", "25%"), ("pp8", "tg5"), ("cold", "warm"))
+    ]
+    for row in found:
+        assert (row["model_filename"], row["weights"]) == ("tiny", "random")
+        assert "random weights" in row["model_type"]
+        assert row["prompt_source"] == "random token ids"
+        assert (row["n_expert"], row["n_expert_used"], row["trace"]) == (16, 4, "")
+        assert row["copy_gb_per_s"] is row["share_of_link"] is row["kernels_per_token"] is None
+    pairs = {(r["pool"], r["test"], r["state"]): r for r in found}
+    for test in ("pp8", "tg5"):
+        full = pairs["all", test, "warm"]
+        assert (full["share_of_full_load"], full["misses_per_token"]) == (1.0, 0.0)
+        assert pairs["all", test, "cold"]["share_of_full_load"] is None
+        for state in ("cold", "warm"):
+            row = pairs["25%", test, state]
+            assert row["share_of_full_load"] == row["avg_ts"] / full["avg_ts"]
+    row = pairs["25%", "tg5", "cold"]
+    assert row["misses_per_token"] > 0 and row["stall_ms"] > 0
+    in_device_time = row["compute_ms"] + row["stall_ms"] + row["gap_ms"]
+    assert in_device_time == pytest.approx(row["ms_per_token"], rel=0.5)
+    assert pairs["25%", "pp8", "cold"]["compute_ms"] is None
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of two answers, from a packed model with the layers and experts of `tiny`."""
+    folder = tmp_path_factory.mktemp("recorded")
+    shape = {"num_hidden_layers": 6, "num_experts": 16, "num_experts_per_tok": 3}
+    model = packed_model(folder, "qwen3_moe", **shape)
+    (folder / "prompts.json").write_text('["Hello", ["Hello you", "And then?"]]')
+    argv = ["trace", str(model), *CPU, "--prompts", str(folder / "prompts.json"), "-n", "7"]
+    assert main([*argv, "-o", str(folder / "OUT")]) == 0
+    trace = Trace.load(folder / "OUT")
+    assert (trace.phase == DECODE).sum() > 12
+    return folder / "OUT"
+
+
+@pytest.mark.parametrize("num_timed", [None, 9])
+def test_replayed_misses_are_those_of_the_simulator(
+    recorded: Path,
+    num_timed: int | None,
+    shaped: Callable[..., list[dict[str, Any]]],
+) -> None:
+    trace = Trace.load(recorded)
+    trace = trace.select(trace.phase == DECODE)
+    flags = [] if num_timed is None else ["-n", str(num_timed)]
+    found = shaped("--trace", str(recorded), *flags, "-r", "2", "--pool", "4slots,25%,45%,all")
+    timed = num_timed or len(trace) // 2
+    assert [(r["pool"], r["state"], r["num_slots"]) for r in found] == [
+        ("all", "warm", 96),
+        ("4slots", "cold", 4),
+        ("25%", "cold", 24),
+        ("45%", "cold", 43),
+    ]
+    assert found[0]["misses_per_token"] == 0
+    for row in found[1:]:
+        simulated = replay(trace, row["num_slots"], lru)
+        assert row["misses_per_token"] == simulated.loads_per_token(slice(-timed, None)) > 0
+    for row in found:
+        assert (row["test"], row["n_untimed"]) == (f"tg{timed}", len(trace) - timed)
+        assert (row["trace"], row["n_expert_used"]) == (str(recorded), 3)
+        assert row["share_of_full_load"] == row["avg_ts"] / found[0]["avg_ts"]
+
+
+def test_the_first_use_of_an_expert_misses_wherever_it_lies(
+    recorded: Path, shaped: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Without a warm-up also the pool of all experts is cold; a context before changes nothing."""
+    trace = Trace.load(recorded)
+    simulated = replay(trace.select(trace.phase == DECODE), 96, lru)
+    for depth in ("0", "7"):
+        (row,) = shaped("--trace", str(recorded), "--pool", "all", "-d", depth, "--no-warmup")
+        assert row["state"] == "cold" and row["share_of_full_load"] is None
+        timed = row["n_gen"]
+        assert row["misses_per_token"] == simulated.loads_per_token(slice(-timed, None))
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "names"),
+    [
+        ([], 2, ["MODEL", "--shape", "tiny", "mixtral-8x7b"]),
+        (["--shape", "huge"], 2, ["--shape 'huge'", "tiny"]),
+        (["--shape", "tiny", "--prompt-file", "x"], 2, ["--prompt-file", "--shape"]),
+        (["--shape", "tiny", "--trace", "qwen3"], 2, ["48 layers of 128", "6 layers of 16"]),
+        (["--shape", "tiny", "-n", "50000"], 2, ["tg50000", "40,960"]),
+        (["--shape", "tiny", "--pool", "3slots"], 1, ["--pool 3slots", "4slots"]),
+    ],
+)
+def test_shapes_and_traces_that_do_not_fit(
+    argv: list[str], code: int, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *CPU, *argv]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(name in err for name in names), err
+    assert len(err.splitlines()) <= 2
+
+
+def test_a_shape_that_does_not_fit_the_machine_is_refused_with_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needed = find_shape("mixtral-8x7b").config.num_routed_experts * 352_325_632
+    if available_host_bytes() > needed:
+        pytest.skip("this machine has room for it")
+    assert main(["bench", "--shape", "mixtral-8x7b", *CPU]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 2
+    assert "mixtral-8x7b" in err and "84.00 GiB" in err and "available" in err

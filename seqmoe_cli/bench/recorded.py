@@ -1,0 +1,74 @@
+"""RecordedRouting: a trace that a benchmark replays in the place of the router's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seqmoe_cli.bench.matrix import Case
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.forecast.shipped import SHIPPED, open_trace
+from seqmoe_cli.forecast.trace import DECODE, Trace
+from seqmoe_cli.residency.replayed import ReplayedRouting
+from seqmoe_weights.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class RecordedRouting:
+    """`trace` holds the tokens of the answers alone: its prompts are not replayed."""
+
+    name: str
+    trace: Trace
+
+    @classmethod
+    def open(cls, name: str) -> RecordedRouting:
+        """A shipped trace or a file, see `open_trace`; it must have two tokens to replay."""
+        trace = open_trace(name)
+        trace = trace.select(trace.phase == DECODE)
+        if len(trace) < 2:
+            raise UsageError(
+                f"trace {name} has {len(trace)} tokens of answers, at least 2 are needed",
+                f"record a longer one, or use one that comes with seqmoe: {', '.join(SHIPPED)}",
+            )
+        return cls(name, trace)
+
+    def check_fits(self, model: str, config: ModelConfig) -> None:
+        """Raise `UsageError` unless the model has the layers and experts of the trace."""
+        trace = self.trace
+        shapes = (
+            f"{layers} layers of {experts} experts"
+            for layers, experts in (
+                (trace.num_layers, trace.num_experts),
+                (config.num_hidden_layers, config.num_experts),
+            )
+        )
+        recorded, present = shapes
+        if recorded != present:
+            raise UsageError(
+                f"trace {self.name} was recorded from {recorded}, {model} has {present}",
+                "replay it with a model or --shape like the recorded one, or record another: "
+                "seqmoe trace",
+            )
+
+    def cases(self, gens: Sequence[int] | None, depths: Sequence[int]) -> tuple[Case, ...]:
+        """All tokens of the trace are replayed, the last ones timed: as many as `gens` says, or the
+        second half. The first token is never timed, as it comes as a prompt."""
+        total = len(self.trace)
+        for num in gens or ():
+            if not 1 <= num < total:
+                raise UsageError(
+                    f"-n {num}: of the {total} tokens of trace {self.name}, 1 to {total - 1} can "
+                    "be timed",
+                    f"leave -n out to time the last {total // 2}",
+                )
+        return tuple(
+            Case(0, num, depth, num_untimed=total - num)
+            for depth in depths
+            for num in gens or (total // 2,)
+        )
+
+    def replayed(self, device: torch.device) -> ReplayedRouting:
+        """What an engine on `device` takes."""
+        return ReplayedRouting(torch.from_numpy(self.trace.experts.astype("int32")), device)

@@ -1,0 +1,65 @@
+"""What a decode step reads of the device's memory, and how many kernels it is made of."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from seqmoe_cli.engine.engine import Engine
+from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.layout import RecordLayout
+
+_KERNEL_NODE = 0  # of the types of a CUDA graph's nodes
+
+
+def bytes_read_per_token(
+    config: ModelConfig, layout: RecordLayout, dtype: torch.dtype, context: float
+) -> int:
+    """Bytes that a step at a depth of `context` tokens cannot do without: all resident tensors but
+    the embedding, the experts that it uses, keys and values. Activations and the pool's bookkeeping
+    are left out; resident tensors that are not FP8 are held in `dtype`."""
+    resident = 0
+    for spec in family_of({"model_type": config.family}).resident_tensors(config):
+        if "embed_tokens" in spec.name and not config.tie_word_embeddings:
+            continue  # one row of it
+        if spec.quantized and config.dense_format == "FP8":
+            resident += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
+        else:
+            resident += math.prod(spec.shape) * dtype.itemsize
+    expert = sum(part.num_bytes for part in layout.parts if part.name != "stamp")
+    experts = config.num_hidden_layers * config.num_experts_per_tok * expert
+    entries = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return resident + experts + round(context * entries * dtype.itemsize)
+
+
+def kernels_per_token(engine: Engine) -> int | None:
+    """Kernels of a captured decode step; None on a CPU. The engine must have decoded before, so
+    that nothing is left to compile. Runs nothing."""
+    if engine.device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        engine.decoding.step()
+    return _count_kernels(graph.raw_cuda_graph())
+
+
+def _count_kernels(graph: int) -> int:
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        kinds.append(kind.value)
+    return kinds.count(_KERNEL_NODE)
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA driver reports error {error}")
