@@ -2,8 +2,9 @@
 
 Runs with any python that has torch with CUDA, Triton and the packages of pyproject.toml; nothing
 is installed or downloaded. Writes benchmarks/gpu/<date>-<gpu>-<commit>.json: machine, versions, the
-commit, how many tests passed, kernel rates, the demo model's text on CPU and GPU, and how fast a
-full-size model made of random weights decodes. Exits 1 when anything failed.
+commit, how many tests passed, kernel rates, the demo model's text on CPU and GPU, and the rows of
+`seqmoe bench` for a full-size model made of random weights, with its own routing and with that of a
+recorded trace. Exits 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run_part(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     print(f"== {name}", flush=True)
     started = time.perf_counter()
     try:
-        result = {"ok": True, **part()}
+        result = {"ok": True, "command": f"benchmarks/gpu_check.py --only {name}", **part()}
     except Exception as error:
         import traceback
 

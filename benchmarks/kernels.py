@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import torch
 
+from seqmoe_cli.bench.ceilings import Ceilings
 from seqmoe_kernels import (
     READY,
     ExpertFormat,
@@ -89,24 +91,6 @@ def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
-
-
-def copy_gb_per_s(host: bool) -> float:
-    """Of a large copy on the device (read plus written), or from pinned memory to the device."""
-    size = 2**28 if host else 2**31
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    source = torch.randint_like(target, 256)
-    if host:
-        source = source.cpu().pin_memory()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return (1 if host else 2) * size / sorted(times)[3] / 1e6
 
 
 def random_codes(*shape: int) -> torch.Tensor:
@@ -268,7 +252,9 @@ def all_cases() -> Iterator[Case]:
 
 def bench(only: str = "") -> dict[str, Any]:
     """Measure the cases whose name contains `only`; returns the ceilings and one row for each."""
-    ceilings = {"copy": copy_gb_per_s(host=False), "link": copy_gb_per_s(host=True)}
+    records = torch.zeros((1, 2**28), dtype=torch.uint8, pin_memory=True)
+    measured = Ceilings.measure(records, torch.device("cuda"))
+    ceilings = {"copy": measured.copy_gb_per_s, "link": measured.link_gb_per_s}
     print(f"copy {ceilings['copy']:.0f} GB/s, link {ceilings['link']:.1f} GB/s", flush=True)
     rows = []
     for case in all_cases():

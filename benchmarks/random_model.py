@@ -1,23 +1,14 @@
-"""A full-size model of random weights, built straight into host memory, and how fast it decodes.
+"""A full-size model of random weights: its rows in `seqmoe bench`, whether it says the same in
+every way to decode it, and where the time of a step goes.
 
-Shapes, records and kernels are those of Qwen3-30B-A3B-FP8; the weights mean nothing, so neither
-does the text, and the routing follows the token alone: it has none of the locality of a trained
-model, which makes it the worst case for a pool.
-
-`python benchmarks/random_model.py --pool all` measures and prints one line of JSON a case;
-`--profile` adds where the device's time goes in one step, kernel by kernel.
+`python benchmarks/random_model.py --pool 45% --trace qwen3` prints the last of these, kernel by
+kernel; the rows are those of `seqmoe bench --shape`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,198 +16,110 @@ if __name__ == "__main__":
     ROOT = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
-import numpy as np
 import torch
 
 from benchmarks import step_profile
-from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.memory import plan_memory
-from seqmoe_cli.engine.stats import TurnStats
+from seqmoe_cli.bench.matrix import make_cases
+from seqmoe_cli.bench.recorded import RecordedRouting
+from seqmoe_cli.bench.session import Session
+from seqmoe_cli.bench.shapes import SHAPES
+from seqmoe_cli.bench.source import Loaded, Source, opened, random_source
+from seqmoe_cli.engine.memory import MemoryPlan, plan_memory
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
-from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import family_of, scale_spec
-from seqmoe_weights.layout import RecordLayout
-from seqmoe_weights.store import HostStore
 
-QWEN3_30B_A3B_FP8 = ModelConfig(
-    family="qwen3_moe",
-    num_hidden_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    max_position_embeddings=40960,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    dense_format="FP8",
-)
-STD = 0.02  # of every weight matrix, as trained models have it
-FP8_STD = 29.0  # of uniformly random e4m3 codes below 0x70 with random signs
-CASES = (("all", "graph"), ("all", "eager"), ("45%", "graph"))
-PROMPT, GENERATED, REPETITIONS, CTX_SIZE = 512, 128, 3, 4096
+SHAPE, TRACE, REPETITIONS = "qwen3-30b-a3b-fp8", "qwen3", 3
+POOLS = ("all", "45%", "25%", "15%")
+WAYS = (("all", "graph"), ("25%", "graph"), ("45%", "eager"))
+PROMPT_TOKENS, TEXT_TOKENS, CTX_SIZE = 64, 64, 1024
 
 
-def output_std(config: ModelConfig) -> float:
-    """Of the matrices that add to the residual stream: what all layers add together must not
-    outweigh the token, or all tokens are routed alike."""
-    return STD / (2 * config.num_hidden_layers) ** 0.5
-
-
-@dataclass(frozen=True)
-class RandomModel:
-    """What the engine asks of a model, without a folder."""
-
-    config: ModelConfig
-    layout: RecordLayout
-
-    name = "random weights"
-
-
-def random_store(model: RandomModel, pin: bool) -> HostStore:
-    """Records of finite random FP8 weights, every expert different; filled by all cores."""
-    layout, count = model.layout, model.config.num_routed_experts
-    store = HostStore.allocate(count, layout.record_bytes, pin=False)
-    rng = np.random.default_rng(0)
-    noise = rng.integers(0, 0x70, 2 * layout.record_bytes, dtype=np.uint8)
-    noise |= rng.integers(0, 2, len(noise), dtype=np.uint8) << 7
-    records = store.records.numpy()
-
-    def fill(expert: int) -> None:
-        record = records[expert]
-        at = 64 * (expert % (layout.record_bytes // 64))
-        record[:] = noise[at : at + layout.record_bytes]
-        for name, std in (("gate", STD), ("up", STD), ("down", output_std(model.config))):
-            part = layout[f"{name}_scale"]
-            scales = record[part.offset : part.offset + part.num_bytes].view(np.float32)
-            scales[:] = std / FP8_STD
-        stamp = layout["stamp"].offset
-        record[stamp : stamp + 8].view(np.int64)[:] = expert
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(fill, range(count)))
-    if pin:
-        store.pin()
-    return store
-
-
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """Resident tensors of the model, made on the device."""
-    torch.manual_seed(0)
-    weights: dict[str, torch.Tensor] = {}
-    for spec in family_of({"model_type": config.family}).resident_tensors(config):
-        if spec.quantized:
-            codes = torch.randint(0, 0x70, spec.shape, dtype=torch.uint8, device=device)
-            codes |= torch.randint(0, 2, spec.shape, dtype=torch.uint8, device=device) << 7
-            weights[spec.name] = codes.view(torch.float8_e4m3fn)
-            scale = scale_spec(spec)
-            std = output_std(config) if "o_proj" in spec.name else STD
-            weights[scale.name] = torch.full(scale.shape, std / FP8_STD, device=device)
-        elif len(spec.shape) == 1:
-            weights[spec.name] = torch.ones(spec.shape, dtype=dtype, device=device)
-        else:
-            std = 1.0 if "embed_tokens" in spec.name else STD
-            weights[spec.name] = (std * torch.randn(spec.shape, device=device)).to(dtype)
-    return weights
-
-
-def engines(
-    model: RandomModel, cases: Sequence[tuple[str, str]]
-) -> Iterator[tuple[str, str, Engine]]:
-    """One engine per case (pool size, "graph" or "eager"), over one store."""
-    started = time.perf_counter()
-    store = random_store(model, pin=True)
-    print(f"records made and pinned in {time.perf_counter() - started:.1f} s", flush=True)
-    weights = random_weights(model.config, torch.bfloat16, "cuda")
-    for pool, decode in cases:
-        options = EngineOptions(PoolSize.parse(pool), "cuda", "bfloat16", ctx_size=CTX_SIZE)
-        plan = plan_memory(model, options)
-        torch.cuda.reset_peak_memory_stats()
-        yield pool, decode, Engine(model, store, plan, weights, eager=decode == "eager")
-        torch.cuda.synchronize()  # nothing may run when the engine goes
-
-
-def bench(
-    cases: Sequence[tuple[str, str]] = CASES, profile: bool = False, generated: int = GENERATED
-) -> dict[str, Any]:
-    """Prompt and decode speed of each case, warm, and whether all of them say the same."""
-    layout = RecordLayout.for_experts(2048, 768, "F8_E4M3")
-    model = RandomModel(QWEN3_30B_A3B_FP8, layout)
-    rows, texts = [], []
-    for pool, decode, engine in engines(model, cases):
-        row, text = _measure(engine, generated)
-        rows.append({"pool": pool, "decode": decode, "slots": engine.plan.num_slots, **row})
-        texts.append(text)
-        print(rows[-1], flush=True)
-        if profile:
-            step_profile.report(engine, _prompt())
-        del engine  # its pool must be free before the next one is made
-    if any(text != texts[0] for text in texts):
-        raise AssertionError("the text depends on the pool size or on the graph")
+def bench(shape: str = SHAPE, device: str = "cuda") -> dict[str, Any]:
+    """The rows of the two commands that the result names, over weights that are made once, and
+    the comparison of texts."""
+    source, routing = random_source(shape), RecordedRouting.open(TRACE)
+    plain_cases = make_cases((512,), (128,), (0,))
+    plain = Session.prepare(source, plain_cases, _options(("all",), device), REPETITIONS)
+    replayed = Session.prepare(
+        source, routing.cases(None, (0,)), _options(POOLS, device), REPETITIONS, routing=routing
+    )
+    rows = []
+    with source.loaded(plain.pools[0][1]) as loaded:
+        for session in (plain, replayed):
+            for row in session.rows(loaded, lambda text: None):
+                rows.append(row.to_dict())
+                print(_summary(rows[-1]), flush=True)
+        texts = compare_texts(source, loaded, device)
+    command = f"seqmoe bench --shape {shape} -r {REPETITIONS} -o json --pool"
     return {
-        "shape": "qwen3-30b-a3b-fp8, random weights",
-        "dtype": "bfloat16",
-        "record_bytes": layout.record_bytes,
+        "weights": "random",
+        "commands": [f"{command} all", f"{command} {','.join(POOLS)} --trace {TRACE}"],
         "rows": rows,
-        "same_text_in_every_case": True,
+        "texts": texts,
     }
 
 
-def _prompt() -> list[int]:
-    ids: list[int] = torch.randint(
-        0, 150_000, (PROMPT,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    return ids
+def _options(pools: tuple[str, ...], device: str) -> list[EngineOptions]:
+    return [EngineOptions(PoolSize.parse(pool), device, ctx_size=CTX_SIZE) for pool in pools]
 
 
-def _measure(engine: Engine, generated: int) -> tuple[dict[str, Any], list[int | None]]:
-    """The first run warms pool and kernels up and is not counted."""
-    ids = _prompt()
-    turns, text = [], []
-    for repetition in range(REPETITIONS + 1):
-        engine.reset_kv()
-        turn = TurnStats(len(ids))
-        sampling = SamplingParams(seed=repetition)
-        for step in engine.generate(ids, sampling, max_tokens=generated + 1):
-            turn.add(step)
-            text.append(step.token_id)
-        turns.append(turn)
-    timed = turns[1:]
-    return {
-        f"pp{PROMPT}_tokens_per_s": _spread([t.prefill_tokens_per_second for t in timed]),
-        f"tg{generated}_tokens_per_s": _spread([t.tokens_per_second for t in timed]),
-        "decode_hit_rate": statistics.mean(t.decode_hit_rate for t in timed),
-        "misses_per_token": statistics.mean(t.misses_per_token for t in timed),
-        "fetch_gb_per_s": statistics.mean(t.decode.fetched_bytes / t.decode_s / 1e9 for t in timed),
-        "peak_device_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "planned_device_gib": (
-            engine.plan.resident_bytes
-            + engine.plan.kv_bytes
-            + engine.plan.workspace_bytes
-            + engine.plan.pool_bytes
-        )
-        / 2**30,
-    }, text
+def _summary(row: dict[str, Any]) -> str:
+    parts = [f"{row['pool']:>5} {row['test']:8} {row['state']:5} {row['trace'] or 'router':8}"]
+    parts.append(f"{row['avg_ts']:9.2f} ± {row['stddev_ts']:.2f} tok/s")
+    for name in ("misses_per_token", "compute_ms", "stall_ms", "gap_ms", "share_of_copy"):
+        parts.append(f"{name} {row[name]:.3f}" if row[name] is not None else "")
+    return "  ".join(parts)
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "stddev": statistics.stdev(values)}
+def compare_texts(source: Source, loaded: Loaded, device: str) -> dict[str, Any]:
+    """The tokens of one answer in all `WAYS`, and the most device memory that they took. Raises
+    `AssertionError` when the tokens depend on the pool size or on the graph."""
+    texts, memory = [], {}
+    for pool, way in WAYS:
+        plan = plan_memory(source, _options((pool,), device)[0])
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with opened(source, loaded, plan, eager=way == "eager") as engine:
+            steps = engine.generate(
+                source.ids[:PROMPT_TOKENS], SamplingParams(seed=0), max_tokens=TEXT_TOKENS
+            )
+            texts.append([step.token_id for step in steps])
+        del engine, steps
+        if device == "cuda":
+            memory[f"{pool} {way}"] = {
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "planned_gib": planned_bytes(plan) / 2**30,
+            }
+    if any(text != texts[0] for text in texts):
+        raise AssertionError("the text depends on the pool size or on the graph")
+    return {"same": [" ".join(way) for way in WAYS], "tokens": TEXT_TOKENS, "device_memory": memory}
+
+
+def planned_bytes(plan: MemoryPlan) -> int:
+    """All device memory of a plan."""
+    return plan.resident_bytes + plan.kv_bytes + plan.workspace_bytes + plan.pool_bytes
+
+
+def profile(source: Source, pool: str, routing: RecordedRouting | None, eager: bool) -> None:
+    """Print where the time of a step goes, kernel by kernel."""
+    if routing is not None:
+        routing.check_fits(source.name, source.config)
+        source = source.with_top_k(routing.trace.top_k)
+    plan = plan_memory(source, _options((pool,), "cuda")[0])
+    with source.loaded(plan) as loaded, opened(source, loaded, plan, eager=eager) as engine:
+        if routing is not None:
+            engine.replay(routing.replayed(engine.device))
+        step_profile.report(engine, list(source.ids[:PROMPT_TOKENS]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pool", action="append", help="pool size; may be given more than once")
-    parser.add_argument("--decode", choices=("graph", "eager"), default="graph")
-    parser.add_argument("--generated", type=int, default=GENERATED)
-    parser.add_argument("--profile", action="store_true", help="device time by kernel")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
+    parser.add_argument("--pool", default="all")
+    parser.add_argument("--trace", help="replay this routing")
+    parser.add_argument("--eager", action="store_true", help="without a CUDA graph")
     args = parser.parse_args()
-    cases = [(pool, args.decode) for pool in args.pool] if args.pool else CASES
-    bench(cases, args.profile, args.generated)
+    routing = RecordedRouting.open(args.trace) if args.trace else None
+    profile(random_source(args.shape), args.pool, routing, args.eager)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class Setting:
     `weights` is "random" or "packed"; `model_size` is the bytes of all weights, `model_n_params`
     their number; `n_expert_used` of `n_expert` experts of a layer serve a token; `trace` names the
     routing that is replayed, empty when the router chooses. `pool` is the flag as typed,
-    `pool_bytes` and `num_slots` what it came to; `fallbacks` holds a sentence for everything that
-    could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings,
-    None on a CPU.
+    `pool_bytes` and `num_slots` what it came to, `pool_share` the slots' share of all experts, from
+    0 to 1; `fallbacks` holds a sentence for everything that could not be done as asked.
+    `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on a CPU.
     """
 
     model_filename: str
@@ -50,6 +50,7 @@ class Setting:
     pool: str
     pool_bytes: int
     num_slots: int
+    pool_share: float
     n_ctx: int
     sampling: str
     prompt_source: str

@@ -81,12 +81,15 @@ class Session:
             engine.replay(replayed)
         setting = self._describe(engine, loaded, pool)
         holds_all = setting.num_slots == engine.config.num_routed_experts
+        num_kernels = None
         for case in self.cases:
             for state, samples in run_case(
                 engine, case, self.plan, replayed, lambda text: tell(f"pool {pool.text}, {text}")
             ):
                 if holds_all and state == WARM:
                     full_ts[case.name] = mean_rate(samples)
+                if case.num_gen and num_kernels is None:
+                    num_kernels = kernels_per_token(engine)
                 yield make_row(
                     setting,
                     case,
@@ -95,7 +98,7 @@ class Session:
                     samples,
                     full_ts=full_ts.get(case.name),
                     bytes_read=self._bytes_read(engine, case),
-                    num_kernels=kernels_per_token(engine) if case.num_gen else None,
+                    num_kernels=num_kernels,
                 )
 
     def _bytes_read(self, engine: Engine, case: Case) -> int:
@@ -121,6 +124,7 @@ class Session:
             pool=pool.text,
             pool_bytes=engine.plan.pool_bytes,
             num_slots=engine.plan.num_slots,
+            pool_share=engine.plan.num_slots / config.num_routed_experts,
             n_ctx=engine.ctx_size,
             sampling=_sampling_text(self.plan.sampling),
             prompt_source=source.text,

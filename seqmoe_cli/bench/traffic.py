@@ -36,14 +36,17 @@ def bytes_read_per_token(
 
 
 def kernels_per_token(engine: Engine) -> int | None:
-    """Kernels of a captured decode step; None on a CPU. The engine must have decoded before, so
-    that nothing is left to compile. Runs nothing."""
+    """Kernels of a captured decode step; None on a CPU, and where the driver does not say. The
+    engine must have decoded before, so that nothing is left to compile. Runs nothing."""
     if engine.device.type != "cuda":
         return None
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.inference_mode(), torch.cuda.graph(graph):
         engine.decoding.step()
-    return _count_kernels(graph.raw_cuda_graph())
+    try:
+        return _count_kernels(graph.raw_cuda_graph())
+    except (OSError, RuntimeError):
+        return None
 
 
 def _count_kernels(graph: int) -> int:

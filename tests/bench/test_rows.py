@@ -28,6 +28,7 @@ SETTING = Setting(
     pool="45%",
     pool_bytes=1024,
     num_slots=11,
+    pool_share=0.45,
     n_ctx=64,
     sampling="greedy",
     prompt_source='a "quoted", text.txt',

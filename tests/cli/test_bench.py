@@ -281,6 +281,7 @@ def test_replayed_misses_are_those_of_the_simulator(
         assert (row["test"], row["n_untimed"]) == (f"tg{timed}", len(trace) - timed)
         assert (row["trace"], row["n_expert_used"]) == (str(recorded), 3)
         assert row["share_of_full_load"] == row["avg_ts"] / found[0]["avg_ts"]
+        assert row["pool_share"] == row["num_slots"] / 96
 
 
 def test_the_first_use_of_an_expert_misses_wherever_it_lies(
