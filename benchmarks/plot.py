@@ -63,7 +63,9 @@ def draw(lines: dict[str, list[Point]], target: Path) -> None:
     for name, points in lines.items():
         shares, rates, deviations = zip(*points, strict=True)
         axes.errorbar(shares, rates, yerr=deviations, marker="o", capsize=3, label=name)
-    axes.set(xlabel="experts in the pool, %", ylabel="tokens per second", xlim=(0, 102), ylim=0)
+    highest = max(point.rate + point.deviation for points in lines.values() for point in points)
+    axes.set(xlabel="experts in the pool, %", ylabel="tokens per second")
+    axes.set(xlim=(0, 102), ylim=(0, 1.1 * highest))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(target, dpi=150)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from seqmoe_cli.bench.shapes import SHAPES, find_shape
 from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
@@ -45,18 +46,31 @@ _Model = Annotated[
 ]
 _Shape = Annotated[
     str | None,
-    flag("--shape", metavar="NAME", help="Measure random weights in the shape of a known model."),
+    flag(
+        "--shape", metavar="NAME", help=f"Measure random weights in a shape: {', '.join(SHAPES)}."
+    ),
 ]
 _Trace = Annotated[
     str | None,
-    flag("--trace", metavar="FILE", help="Replay recorded routing: a trace, or qwen3."),
+    flag("--trace", metavar="FILE", help="Replay recorded routing: qwen3, or a file."),
 ]
 _Prompts = Annotated[
-    str | None, flag("-p", "--n-prompt", metavar="LIST", help="Tokens of the prompt; 512.")
+    str | None,
+    flag(
+        "-p",
+        "--n-prompt",
+        metavar="LIST",
+        help="Tokens of the prompt, several with commas; else 512.",
+    ),
 ]
 _Gens = Annotated[
     str | None,
-    flag("-n", "--n-gen", metavar="LIST", help="Tokens to generate; 128, or half the trace."),
+    flag(
+        "-n",
+        "--n-gen",
+        metavar="LIST",
+        help="Tokens to generate, several with commas; else 128, or half the trace.",
+    ),
 ]
 _Depths = Annotated[str, _list_option("-d", "--n-depth", help="Tokens of context before them")]
 _Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
@@ -104,8 +118,9 @@ def bench(
     tokenising is not.
 
     --shape needs no model: random weights of full size are made in memory. --trace replays the
-    routing of a real model: the pool starts empty, all tokens of the trace are generated, the last
-    ones timed. A pool of all experts runs first, the others are compared with it.
+    routing of a real model: the pool starts empty, as many tokens are generated as the trace has,
+    and the last -n of them are timed. A pool of all experts runs first, the others are compared
+    with it.
     """
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
@@ -123,8 +138,6 @@ def bench(
 
 
 def _check_source(model: str | None, shape: str | None, prompt_file: Path | None) -> None:
-    from seqmoe_cli.bench.shapes import SHAPES, find_shape
-
     names = ", ".join(SHAPES)
     if model is None and shape is None:
         raise UsageError("nothing to measure", f"give a MODEL, or --shape and one of: {names}")
