@@ -95,6 +95,7 @@ def report(
         "pool_bytes": plan.pool_bytes,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "verify": engine.pool.stamps is not None,
         "fallbacks": list(engine.fallbacks),
         **asdict(request.sampling),
     }

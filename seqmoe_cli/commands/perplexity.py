@@ -100,5 +100,6 @@ def _facts(result: Score, engine: Engine) -> dict[str, Any]:
         "pool_bytes": engine.plan.pool_bytes,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "verify": engine.pool.stamps is not None,
         "fallbacks": engine.fallbacks,
     }
