@@ -67,3 +67,23 @@ def test_slots_hold_what_they_say(packed: Path, device: str) -> None:
         assert torch.equal(slots[slot], engine.store.records[owner])
         assert engine.pool.state.slot_of[owner] == slot
     engine.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_what_the_cpu_says(packed: Path) -> None:
+    """Greedy text in float32, operation by operation and as one graph, whatever is resident."""
+    texts = []
+    for device, eager, pool, verify in (
+        ("cpu", True, "all", False),
+        ("cuda", True, "2slots", False),
+        ("cuda", True, "all", False),
+        ("cuda", False, "2slots", True),
+        ("cuda", False, "45%", False),
+        ("cuda", False, "all", False),
+    ):
+        options = EngineOptions(PoolSize.parse(pool), device, "float32", verify=verify)
+        engine = Engine.open(packed, options, eager=eager)
+        steps = engine.generate(list(range(10, 40)), SamplingParams(temperature=0), max_tokens=60)
+        texts.append([step.token_id for step in steps])
+        engine.close()
+    assert all(text == texts[0] for text in texts)
