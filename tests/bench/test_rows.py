@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,7 @@ SETTING = Setting(
     num_slots=11,
     pool_share=0.45,
     n_ctx=64,
+    verify=False,
     sampling="greedy",
     prompt_source='a "quoted", text.txt',
     cpu_info="a processor",
@@ -111,7 +113,7 @@ def test_json_is_one_array_of_flat_objects() -> None:
         "build_commit gpu_info cpu_info model_filename model_type model_size model_n_params"
     )
     ours = (
-        "hit_rate misses_per_token bytes_fetched pool_bytes num_slots state prompt_source driver "
+        "hit_rate misses_per_token bytes_fetched pool_bytes num_slots state prompt_source driver verify "
         "torch triton device dtype weights trace n_expert n_expert_used n_untimed ms_per_token "
         "share_of_full_load compute_ms stall_ms gap_ms bytes_read_per_token read_gb_per_s "
         "share_of_copy stall_gb_per_s share_of_link kernels_per_token copy_gb_per_s link_gb_per_s"
@@ -187,3 +189,8 @@ def test_markdown_shows_where_the_time_goes() -> None:
 @pytest.mark.parametrize(("name", "expected"), [("md", 0), ("csv", 0), ("jsonl", 0), ("json", 1)])
 def test_no_rows(name: str, expected: int) -> None:
     assert len(list(FORMATS[name]([]))) == expected
+
+
+def test_readme_names_every_key() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    assert not [key for key in rows()[0].to_dict() if f"`{key}`" not in text]
