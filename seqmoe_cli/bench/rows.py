@@ -33,8 +33,9 @@ class Setting:
     their number; `n_expert_used` of `n_expert` experts of a layer serve a token; `trace` names the
     routing that is replayed, empty when the router chooses. `pool` is the flag as typed,
     `pool_bytes` and `num_slots` what it came to, `pool_share` the slots' share of all experts, from
-    0 to 1; `fallbacks` holds a sentence for everything that could not be done as asked.
-    `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on a CPU.
+    0 to 1; `verify` says that every slot read was verified, which takes time; `fallbacks` holds a
+    sentence for everything that could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are
+    the machine's ceilings, None on a CPU.
     """
 
     model_filename: str
@@ -52,6 +53,7 @@ class Setting:
     num_slots: int
     pool_share: float
     n_ctx: int
+    verify: bool
     sampling: str
     prompt_source: str
     cpu_info: str

@@ -123,12 +123,17 @@ def random_source(shape_name: str) -> Source:
 
 @contextmanager
 def opened(
-    source: Source, loaded: Loaded, plan: MemoryPlan, *, eager: bool = False
+    source: Source,
+    loaded: Loaded,
+    plan: MemoryPlan,
+    *,
+    eager: bool = False,
+    verify: bool = False,
 ) -> Iterator[Engine]:
     """An engine over weights that are already there, and stay when it goes."""
     gc.collect()  # the pool of the engine before this one, whose parts refer to each other
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
-    yield Engine(source, loaded.store, plan, loaded.tensors, eager=eager)
+    yield Engine(source, loaded.store, plan, loaded.tensors, eager=eager, verify=verify)
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)  # nothing may run when the engine goes

@@ -12,6 +12,7 @@ from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
     DtypeOption,
+    VerifyOption,
     VramOption,
     check_choice,
     engine_options,
@@ -109,6 +110,7 @@ def bench(
     vram: VramOption = DEFAULTS.vram_gib,
     device: DeviceOption = DEFAULTS.device,
     dtype: DtypeOption = DEFAULTS.dtype,
+    verify: VerifyOption = DEFAULTS.verify,
 ) -> None:
     """Measure the speed of prompts (pp) and of generation (tg), with a cold and a warm pool.
 
@@ -125,7 +127,7 @@ def bench(
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
     options = [
-        engine_options(pool=pool, vram=vram, device=device, dtype=dtype)
+        engine_options(pool=pool, vram=vram, device=device, dtype=dtype, verify=verify)
         for pool in dict.fromkeys(pools.split(","))
     ]
     _check_source(model, shape, prompt_file)

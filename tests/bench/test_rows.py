@@ -113,9 +113,9 @@ def test_json_is_one_array_of_flat_objects() -> None:
         "build_commit gpu_info cpu_info model_filename model_type model_size model_n_params"
     )
     ours = (
-        "hit_rate misses_per_token bytes_fetched pool_bytes num_slots state prompt_source driver verify "
+        "hit_rate misses_per_token bytes_fetched pool_bytes num_slots state prompt_source driver "
         "torch triton device dtype weights trace n_expert n_expert_used n_untimed ms_per_token "
-        "share_of_full_load compute_ms stall_ms gap_ms bytes_read_per_token read_gb_per_s "
+        "verify share_of_full_load compute_ms stall_ms gap_ms bytes_read_per_token read_gb_per_s "
         "share_of_copy stall_gb_per_s share_of_link kernels_per_token copy_gb_per_s link_gb_per_s"
     )
     assert set(f"{llama_bench} {ours}".split()) <= set(found[0])

@@ -43,11 +43,15 @@ def damaged(*argv: str) -> list[str]:
     return [sys.executable, "-c", DAMAGED, *argv, "--verify", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("command", ["chat", "perplexity"])
+@pytest.mark.parametrize("command", ["chat", "perplexity", "bench"])
 def test_two_lines_on_stderr(endless: Path, tmp_path: Path, command: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text")
-    flags = {"chat": ["-p", "hello"], "perplexity": ["--file", str(text)]}
+    flags = {
+        "chat": ["-p", "hello"],
+        "perplexity": ["--file", str(text)],
+        "bench": ["-p", "8", "-n", "2", "-r", "1", "-o", "jsonl"],
+    }
     argv = damaged(command, str(endless), *flags[command])
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
