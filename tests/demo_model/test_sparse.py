@@ -1,9 +1,10 @@
 """The sparse demo model's tools on a tiny dense model: exact at the start of training, pruned to
-equal experts, and cut into the Mixtral that was trained. transformers is the oracle."""
+equal experts, healed, and cut into the Mixtral that was trained. transformers is the oracle."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,23 @@ import torch
 from torch import Tensor
 
 from tools.demo_model.sparse.build import sparse_config, sparse_tensors
+from tools.demo_model.sparse.corrections import LOWERED, MOST, RAISED, Marks, correct
 from tools.demo_model.sparse.decoder import Decoder, dense_decoder, hidden_states
-from tools.demo_model.sparse.delta import read_delta, round_delta
+from tools.demo_model.sparse.delta import is_healed, read_delta, round_delta
 from tools.demo_model.sparse.distill import Distiller, Weights
 from tools.demo_model.sparse.evaluate import expert_load
 from tools.demo_model.sparse.routing import first_routers, prune, saliency
-from tools.demo_model.sparse.sampler import FREE, Flow, Request, sample
-from tools.demo_model.sparse.student import Student, new_student, stacked_base
+from tools.demo_model.sparse.sampler import FREE, Choice, Flow, Request, penalised, sample
+from tools.demo_model.sparse.schedule import Corrected, Training
+from tools.demo_model.sparse.student import (
+    Student,
+    delta_student,
+    healing_student,
+    new_student,
+    stacked_base,
+)
+from tools.demo_model.sparse.text import Batches, Text
+from tools.demo_model.sparse.writer import Clock
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,7 +98,8 @@ def test_new_student_is_its_teacher(teacher: Decoder, student: Student, rows: Te
 
 def train(teacher: Decoder, student: Student, rows: Tensor) -> list[float]:
     distiller = Distiller(teacher, student, compiled=False)
-    optimizer = torch.optim.Adam(student.parameters.values(), lr=3e-3)
+    trained = [t for t in student.parameters.values() if t.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=3e-3)
     divergences = []
     for _ in range(30):
         losses = distiller.backward(rows, Weights(distance=0.5, balance=0.01))
@@ -124,17 +136,136 @@ def test_divergence_and_its_gradient(teacher: Decoder, student: Student, rows: T
     torch.testing.assert_close(found, expected_grad, atol=1e-6, rtol=1e-3)
 
 
+def test_corrections_of_a_row_that_repeats_itself() -> None:
+    marks = Marks(end=2, header=(1, 30, 20))
+    said = [*range(40, 48)]
+    answer = [*said, *said, 50, *said, 2, *said]
+    row = [1, 31, 20, *said, 2, 1, 30, 20, *answer, 2, 1]
+    token, lowered, end, raised = correct(torch.tensor([row, row, row]), marks, num_rows=2)
+    assert end == marks.end
+    assert torch.equal(lowered[0], lowered[1])
+    assert not lowered[2].any() and not raised[2].any()  # not asked for
+    assert lowered[0].any() and raised[0].any()
+    begun = row.index(30)
+    for now in range(len(row)):
+        six = row[now - 5 : now + 1]
+        usual = now >= 5 and min(six) > 16
+        before = [then for then in range(5, now) if usual and row[then - 5 : then + 1] == six]
+        following = row[before[-1] + 1] if before else 0
+        assert lowered[0, now] == (LOWERED if following > 16 else 0)
+        assert not lowered[0, now] or token[0, now] == following
+        inside = begun + 1 < now < row.index(2, begun)
+        assert raised[0, now] == (RAISED * min(max(len(before) - 1, 0), MOST) if inside else 0)
+
+
+def test_the_end_is_made_likelier_in_long_answers_only() -> None:
+    marks = Marks(end=2, header=(1, 30, 20))
+    turn = torch.arange(20, 420).tolist()  # nothing repeats itself
+    rows = torch.tensor([[1, 31, 19, *turn, 2, 1, 30, 19, *turn, 2]])
+    raised = correct(rows, marks, num_rows=1).raised[0]
+    assert not raised[: len(turn) + 8 + 100].any()
+    assert 0 < raised[len(turn) + 8 + 200] < raised[-2]
+    assert raised[-1] == 0
+
+
+def test_student_learns_a_correction(teacher: Decoder, student: Student, rows: Tensor) -> None:
+    marks = Marks(end=94, header=(95, 93, 20))
+    looping = rows.clamp(17, 92)
+    looping[:, :3] = torch.tensor([95, 93, 20])
+    looping[:, 11:19] = looping[:, 3:11]
+    correction = correct(looping, marks, len(rows))
+    assert correction.lowered.any()
+    free = Distiller(teacher, student, False).backward(looping, Weights(0.0, 0.0)).divergence
+    bound = Distiller(teacher, student, False).backward(looping, Weights(0.0, 0.0), correction)
+    ours = theirs = hidden_states(teacher, looping) @ teacher.embedding.T
+    token = torch.nn.functional.one_hot(correction.token, theirs.shape[-1])
+    theirs = theirs - token * correction.lowered[..., None]
+    theirs[..., marks.end] += correction.raised
+    theirs = theirs.log_softmax(-1)
+    expected = (theirs.exp() * (theirs - ours.log_softmax(-1))).sum(-1).mean()
+    assert free < 1e-6 < 1e-4 < expected
+    torch.testing.assert_close(bound.divergence, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_healing_changes_its_part_of_the_delta_only(
+    teacher: Decoder, student: Student, rows: Tensor
+) -> None:
+    prune(student, saliency(student.decoder(), rows), WIDTH)
+    train(teacher, student, rows)
+    delta = round_delta(student.parameters, student.support)
+    first = delta_student(teacher, student.base, delta, TOP_K).decoder()
+    healed = healing_student(teacher, student.base, delta, TOP_K, rank=40)
+    before = logits(first, rows)
+    torch.testing.assert_close(logits(healed.decoder(), rows), before, atol=1e-4, rtol=1e-4)
+    divergences = train(teacher, healed, rows)
+    assert divergences[-1] < divergences[0]
+    rounded = round_delta(healed.parameters, healed.support)
+    healing = {name: tensor for name, tensor in rounded.items() if is_healed(name)}
+    assert healing["q.a"].shape[1] == 40
+    assert delta.keys() - healing.keys() == {
+        *(
+            f"{key}.{part}{step}"
+            for key in ("gate", "up", "down")
+            for part in "ab"
+            for step in ("", ".step")
+        ),
+        "neurons",
+    }
+    shipped = delta_student(teacher, student.base, delta | healing, TOP_K).decoder()
+    after, wanted = logits(shipped, rows), logits(healed.decoder(), rows)
+    assert (after - wanted).norm() < 0.2 * (after - before).norm()
+
+
+class CountingClock(Clock):
+    """Says that a second has passed since it was last asked."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def seconds(self) -> float:
+        self._asked += 1
+        return float(self._asked)
+
+
+def test_training_goes_on_in_rounds_and_leaves_the_rest_alone(
+    teacher: Decoder, student: Student, rows: Tensor
+) -> None:
+    prune(student, saliency(student.decoder(), rows), WIDTH)
+    delta = round_delta(student.parameters, student.support)
+    healed = healing_student(teacher, student.base, delta, TOP_K, rank=40)
+    before = {name: t.detach().clone() for name, t in healed.parameters.items()}
+    options = SimpleNamespace(batch_rows=4, compile=False, width=WIDTH, distance=0.0, balance=0.1)
+    corrected = Corrected(Marks(end=94, header=(95, 93, 20)), share=0.75)
+    training = Training(teacher, healed, options, 1.0, CountingClock(), 40, corrected)
+    batches = Batches({"own": rows, "corpus": rows}, {"own": 0.75, "corpus": 0.25})
+    text = Text(chats=rows, corpus=rows, held_out_chats=rows, held_out_corpus=rows)
+    half = training.run(batches, text, until=0.5)
+    whole = training.run(batches, text, until=1.0)
+    assert 0 < half["steps"] < whole["steps"] < 40
+    assert whole["tokens"] == whole["steps"] * 4 * rows.shape[1]
+    for name, old in before.items():
+        assert torch.equal(healed.parameters[name], old) != is_healed(name)
+    assert (healed.support.sum(dim=-1) == WIDTH).all()
+
+
+def test_batches_hold_the_share_of_every_source() -> None:
+    sources = {"a": torch.arange(3)[:, None], "b": 100 + torch.arange(50)[:, None]}
+    batches = Batches(sources, {"a": 0.25, "b": 0.75})
+    found = batches.next(12)
+    assert sorted(found[:3].flatten().tolist()) == [0, 1, 2]
+    assert len(set(found[3:].flatten().tolist())) == 9 and int(found[3:].min()) >= 100
+    batches.replace("a", torch.tensor([[7]]))
+    assert batches.next(12)[:3].flatten().tolist() == [7, 7, 7]
+
+
 def test_built_checkpoint_is_the_trained_model(
     teacher: Decoder, student: Student, tensors: dict[str, Tensor], rows: Tensor
 ) -> None:
     prune(student, saliency(student.decoder(), rows), WIDTH)
     train(teacher, student, rows)
     delta = round_delta(student.parameters, student.support)
-    parameters, support = read_delta(delta, CONFIG["intermediate_size"])
-    assert torch.equal(support, student.support)
-    rounded = Student(
-        student.shape, student.embedding, student.base, parameters, support, TOP_K
-    ).decoder()
+    assert torch.equal(read_delta(delta, CONFIG["intermediate_size"])[1], student.support)
+    rounded = delta_student(teacher, student.base, delta, TOP_K).decoder()
     settings = sparse_config(CONFIG, delta, TOP_K)
     oracle = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).float()
     built = {name: t.float() for name, t in sparse_tensors(tensors, delta).items()}
@@ -175,7 +306,7 @@ def test_sampler_follows_prompts_flow_and_the_model(teacher: Decoder) -> None:
     prompts[0, :3] = torch.tensor([5, 2, 9])
     prompts[1, :1] = 11
     request = Request(prompts, torch.tensor([0, 1]), torch.zeros(2))
-    found = sample(teacher, request, flow, min_p=0.0)
+    found = sample(teacher, request, flow, Choice(min_p=0.0))
     assert found[0, :3].tolist() == [5, 2, 9]
     assert found[1, :2].tolist() == [11, 7]
     greedy = logits(teacher, found).argmax(dim=-1)
@@ -185,3 +316,11 @@ def test_sampler_follows_prompts_flow_and_the_model(teacher: Decoder) -> None:
             expected = 7 if previous == 2 and place > start else int(greedy[row, place - 1])
             assert int(found[row, place]) == expected
     assert math.isfinite(float(greedy.sum()))
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(5))
+    said = torch.tensor([[3, 4, 4], [9, 0, 3]])
+    seen = torch.zeros(2, 50, dtype=torch.bool).scatter(1, said, True)
+    oracle = transformers.RepetitionPenaltyLogitsProcessor(1.3)
+    assert torch.equal(penalised(scores, seen, 1.3), oracle(said, scores.clone()))

@@ -48,7 +48,17 @@ def conversation_flow(tokenizer: Tokenizer, device: torch.device, follow_up: boo
 
 def fixed_prompts() -> list[list[str]]:
     """The user turns that the model card shows; never trained on."""
-    prompts: list[list[str]] = json.loads((HERE / "prompts.json").read_text())
+    return _prompts("prompts.json")
+
+
+def check_prompts() -> list[list[str]]:
+    """User turns of the same kinds, a hundred conversations, to count the answers that end; never
+    trained on."""
+    return _prompts("check.json")
+
+
+def _prompts(file: str) -> list[list[str]]:
+    prompts: list[list[str]] = json.loads((HERE / file).read_text())
     return prompts
 
 
@@ -62,10 +72,10 @@ class Everyday:
         self._follow_ups: list[str] = content["follow_ups"]
         self.systems: list[str] = content["systems"]
         self._random = random.Random(seed)
-        self._banned = {turn for prompt in fixed_prompts() for turn in prompt}
+        self._banned = {turn for turns in (*fixed_prompts(), *check_prompts()) for turn in turns}
 
     def question(self) -> str:
-        """One user turn that is not among the fixed prompts."""
+        """One user turn that is not among the prompts kept for the end."""
         while (text := self._fill(self._random.choice(self._templates))) in self._banned:
             pass
         return text
@@ -83,20 +93,21 @@ class Everyday:
         return template
 
 
-def openings(questions: list[str], seed: int) -> Iterator[tuple[str, int]]:
+def openings(questions: list[str], seed: int, free: float) -> Iterator[tuple[str, int]]:
     """Endless beginnings of conversations and the state that each is in.
 
-    Of ten, four leave even the user's turn to the teacher, four ask an everyday question, two one
-    of `questions`. One in eight has another system prompt than the template's own.
+    The share `free` leaves even the user's turn to the model; of the others, two in three ask an
+    everyday question, one asks one of `questions`. One in eight has another system prompt than the
+    template's own.
     """
     everyday, chance = Everyday(seed), random.Random(seed)
     while True:
         system = chance.choice(everyday.systems) if chance.random() < 0.125 else SYSTEM
-        kind = chance.random()
-        if kind < 0.4:
+        if chance.random() < free:
             yield opened([], "user", system), USER_TURN
         else:
-            asked = everyday.question() if kind < 0.8 else chance.choice(questions)
+            common = chance.random() < 2 / 3
+            asked = everyday.question() if common else chance.choice(questions)
             yield opened([("user", asked)], "assistant", system), ASSISTANT_TURN
 
 

@@ -2,7 +2,7 @@
 
 Experts are computed as masks over the whole feed-forward layer: neuron n of a token is multiplied
 by the sum of the routing weights of the chosen experts that hold n. It costs as much as the dense
-layer, whatever the number of experts, and equals the sum of the experts that `merge.py` cuts out.
+layer, whatever the number of experts, and equals the sum of the experts that `build.py` cuts out.
 
 Letters in shapes: B sequences, T tokens, L layers, H hidden, N neurons, E experts, D head size.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -166,13 +167,33 @@ def ffn(x: Tensor, layer: Layer, experts: Experts | None, top_k: int) -> tuple[T
     return F.linear(activation, layer.down), balance_loss(weights, probabilities, top_k)
 
 
+def rotated_heads(
+    x: Tensor, layer: Layer, shape: Shape, rotary: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned to their positions, and values of the residual stream."""
+    q, k, v = heads(norm(x, layer.attention_norm, shape.eps, layer.q.dtype), layer, shape)
+    return rotate(q, *rotary), rotate(k, *rotary), v
+
+
+def add_heads(x: Tensor, mixed: Tensor, layer: Layer) -> Tensor:
+    """Add what the heads found, [B, heads, T, D], to the residual stream."""
+    return x + F.linear(mixed.transpose(1, 2).flatten(2), layer.o)
+
+
 def attend(x: Tensor, layer: Layer, shape: Shape, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Add causal attention to the residual stream of whole sequences: float32 [B, T, H]."""
-    normed = norm(x, layer.attention_norm, shape.eps, layer.q.dtype)
-    q, k, v = heads(normed, layer, shape)
-    q, k = rotate(q, *rotary), rotate(k, *rotary)
+    q, k, v = rotated_heads(x, layer, shape, rotary)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return x + F.linear(mixed.transpose(1, 2).flatten(2), layer.o)
+    return add_heads(x, mixed, layer)
+
+
+def add_ffn(
+    x: Tensor, layer: Layer, experts: Experts | None, shape: Shape, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Add the feed-forward output to the residual stream; also the balance loss."""
+    normed = norm(x, layer.ffn_norm, shape.eps, layer.q.dtype)
+    out, balance = ffn(normed, layer, experts, top_k)
+    return x + out, balance
 
 
 def layer_forward(
@@ -184,10 +205,7 @@ def layer_forward(
     rotary: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """One layer over whole sequences: the new residual stream and the balance loss."""
-    x = attend(x, layer, shape, rotary)
-    normed = norm(x, layer.ffn_norm, shape.eps, layer.q.dtype)
-    out, balance = ffn(normed, layer, experts, top_k)
-    return x + out, balance
+    return add_ffn(attend(x, layer, shape, rotary), layer, experts, shape, top_k)
 
 
 def hidden_states(
@@ -209,23 +227,46 @@ def hidden_states(
     return norm(x, model.final_norm, shape.eps, dtype)
 
 
-def step(
-    model: Decoder, tokens: Tensor, position: int, keys: Tensor, values: Tensor, rotary: Any
+def finish_layer(
+    x: Tensor, mixed: Tensor, layer: Layer, experts: Experts | None, shape: Shape, top_k: int
 ) -> Tensor:
-    """One token for every sequence: ids [B] -> logits [B, V], the KV state [L, B, kv, T, D]
-    being filled at `position`."""
-    shape, dtype = model.shape, model.embedding.dtype
-    x = model.embedding[tokens][:, None].float()
-    cos, sin = (table[position : position + 1] for table in rotary)
-    for i, layer in enumerate(model.layers):
-        q, k, v = heads(norm(x, layer.attention_norm, shape.eps, dtype), layer, shape)
-        keys[i, :, :, position] = rotate(k, cos, sin)[:, :, 0]
-        values[i, :, :, position] = v[:, :, 0]
+    """What follows attention in a layer, for sampling."""
+    return add_ffn(add_heads(x, mixed, layer), layer, experts, shape, top_k)[0]
+
+
+class Stepper:
+    """One token at a time for a batch of sequences; `compiled` costs seconds and pays on a GPU."""
+
+    def __init__(self, model: Decoder, rows: int, length: int, compiled: bool) -> None:
+        shape, device = model.shape, model.embedding.device
+        size = (shape.num_layers, rows, shape.num_kv_heads, length, shape.head_dim)
+        self._model = model
+        self._keys = torch.empty(size, device=device, dtype=model.embedding.dtype)
+        self._values = torch.empty_like(self._keys)
+        self._rotary = rotary_table(shape, length, device)
+        self._begin = compile_once(rotated_heads, True) if compiled else rotated_heads
+        self._finish = compile_once(finish_layer, True) if compiled else finish_layer
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, position: int) -> Tensor:
+        """Token ids [B] at a position -> logits [B, V] of the next ones."""
+        model, shape = self._model, self._model.shape
+        x = model.embedding[tokens][:, None].float()
+        cos, sin = (table[position : position + 1] for table in self._rotary)
         past = slice(0, position + 1)
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), keys[i, :, :, past], values[i, :, :, past], enable_gqa=True
-        )
-        x = x + F.linear(mixed.transpose(1, 2).flatten(2), layer.o)
-        normed = norm(x, layer.ffn_norm, shape.eps, dtype)
-        x = x + ffn(normed, layer, model.routing(i), model.top_k)[0]
-    return F.linear(norm(x[:, 0], model.final_norm, shape.eps, dtype), model.embedding)
+        for i, layer in enumerate(model.layers):
+            q, k, v = self._begin(x, layer, shape, (cos, sin))
+            keys, values = self._keys[i], self._values[i]
+            keys[:, :, position], values[:, :, position] = k[:, :, 0], v[:, :, 0]
+            mixed = F.scaled_dot_product_attention(
+                q, keys[:, :, past], values[:, :, past], enable_gqa=True
+            )
+            x = self._finish(x, mixed, layer, model.routing(i), shape, model.top_k)
+        last = norm(x[:, 0], model.final_norm, shape.eps, model.embedding.dtype)
+        return F.linear(last, model.embedding)
+
+
+@cache
+def compile_once(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """The function compiled, for fixed shapes or any; the same object each time."""
+    return torch.compile(function, dynamic=dynamic)

@@ -1,5 +1,8 @@
 """The delta: what is shipped of the sparse model, rounded, and how it goes onto the dense weights.
 
+The first training writes all of it. The second one, the healing, changes a part and writes tensors
+that take the place of those of the same name: `delta | healing` is the delta of the healed model.
+
 Low-rank factors are int8 with one float32 step per row (of `a`: per rank, of `b`: per output);
 norms, routers and the factors of kept neurons are bfloat16; kept neurons are int16 indices.
 """
@@ -10,6 +13,13 @@ import torch
 from torch import Tensor
 
 from tools.demo_model.sparse.decoder import LINEARS, NORMS
+
+UNHEALED = ("gate", "up", "down", "neurons")
+
+
+def is_healed(name: str) -> bool:
+    """Whether the healing changes a parameter of a student, or a tensor of a delta."""
+    return name.partition(".")[0] not in UNHEALED
 
 
 def round_delta(parameters: dict[str, Tensor], support: Tensor) -> dict[str, Tensor]:

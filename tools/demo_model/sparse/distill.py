@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.demo_model.sparse.decoder import Decoder, layer_forward, norm, rotary_table
+from tools.demo_model.sparse.corrections import Correction
+from tools.demo_model.sparse.decoder import (
+    Decoder,
+    compile_once,
+    layer_forward,
+    norm,
+    rotary_table,
+)
 from tools.demo_model.sparse.student import Student
 
 NUM_CHUNKS = 4  # parts of a batch whose logits are in memory one after the other
@@ -37,10 +42,12 @@ class Distiller:
 
     def __init__(self, teacher: Decoder, student: Student, compiled: bool) -> None:
         self.teacher, self.student = teacher, student
-        self._layer = _compile(layer_forward) if compiled else layer_forward
-        self._divergence = _compile(_divergence) if compiled else _divergence
+        self._layer = compile_once(layer_forward, False) if compiled else layer_forward
+        self._divergence = compile_once(_divergence, False) if compiled else _divergence
 
-    def backward(self, rows: Tensor, weights: Weights) -> Losses:
+    def backward(
+        self, rows: Tensor, weights: Weights, correction: Correction | None = None
+    ) -> Losses:
         """Add the gradients of rows [B, T] to the student's parameters."""
         model = self.student.decoder()
         rotary = rotary_table(model.shape, rows.shape[1], rows.device)
@@ -55,7 +62,7 @@ class Distiller:
             if weights.distance:
                 distance = distance + relative_distance(x, targets[i]) / len(model.layers)
         hidden = norm(x, model.final_norm, model.shape.eps, model.embedding.dtype)
-        divergence, gradient = self._judge(hidden.detach(), wanted)
+        divergence, gradient = self._judge(hidden.detach(), wanted, correction)
         secondary = weights.distance * distance + weights.balance * balance
         torch.autograd.backward([hidden, secondary], [gradient, None])
         return Losses(divergence, distance.detach(), balance.detach())
@@ -69,20 +76,26 @@ class Distiller:
             targets.append(x.to(model.embedding.dtype))
         return norm(x, model.final_norm, model.shape.eps, model.embedding.dtype), targets
 
-    def _judge(self, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def _judge(
+        self, hidden: Tensor, wanted: Tensor, correction: Correction | None
+    ) -> tuple[Tensor, Tensor]:
         """Mean KL(teacher || student) and its gradient by the student's hidden states."""
-        flat, target = hidden.flatten(0, 1), wanted.flatten(0, 1)
+        ours, theirs = (x.flatten(0, 1).chunk(NUM_CHUNKS) for x in (hidden, wanted))
         parts = [
-            self._divergence(h, t, self.teacher.embedding)
-            for h, t in zip(flat.chunk(NUM_CHUNKS), target.chunk(NUM_CHUNKS), strict=True)
+            self._divergence(h, t, self.teacher.embedding, edits)
+            for h, t, edits in zip(ours, theirs, _chunks(correction), strict=True)
         ]
-        total = torch.stack([part[0] for part in parts]).sum() / len(flat)
-        return total, (torch.cat([part[1] for part in parts]) / len(flat)).view_as(hidden)
+        number = hidden.shape[:2].numel()
+        total = torch.stack([part[0] for part in parts]).sum() / number
+        return total, (torch.cat([part[1] for part in parts]) / number).view_as(hidden)
 
 
-@cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+def _chunks(correction: Correction | None) -> list[Correction | None]:
+    if correction is None:
+        return [None] * NUM_CHUNKS
+    token, lowered, end, raised = correction
+    parts = [x.flatten().chunk(NUM_CHUNKS) for x in (token, lowered, raised)]
+    return [Correction(t, low, end, high) for t, low, high in zip(*parts, strict=True)]
 
 
 def relative_distance(x: Tensor, target: Tensor) -> Tensor:
@@ -92,11 +105,24 @@ def relative_distance(x: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _divergence(hidden: Tensor, wanted: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence(
+    hidden: Tensor, wanted: Tensor, head: Tensor, correction: Correction | None
+) -> tuple[Tensor, Tensor]:
     """Summed KL divergence of the distributions of hidden states [S, H], and its gradient by
     `hidden`: softmax minus softmax, through the head. No graph of the logits is ever kept."""
     ours = F.linear(hidden, head).float().log_softmax(dim=-1)
-    theirs = F.linear(wanted, head).float().log_softmax(dim=-1)
+    theirs = F.linear(wanted, head).float()
+    if correction is not None:
+        theirs = corrected(theirs, correction)
+    theirs = theirs.log_softmax(dim=-1)
     target = theirs.exp()
     divergence = (target * (theirs - ours)).sum()
     return divergence, (ours.exp() - target).to(hidden.dtype) @ head
+
+
+def corrected(logits: Tensor, correction: Correction) -> Tensor:
+    """Float32 logits [S, V] with a correction [S] of them."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    token, lowered, end, raised = correction
+    lowered = torch.where(ids == token[:, None], lowered[:, None], 0.0)
+    return logits - lowered + torch.where(ids == end, raised[:, None], 0.0)

@@ -1,28 +1,24 @@
-"""Figures of a model: perplexity, how evenly its experts are used, answers to the fixed prompts."""
+"""Figures of a model: perplexity, how evenly its experts are used, its answers."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model.sparse.chat import (
-    ASSISTANT_TURN,
-    conversation_flow,
-    fixed_prompts,
-    opened,
-    prompt_rows,
-)
+from tools.demo_model.sparse.build import REPETITION_PENALTY
+from tools.demo_model.sparse.chat import ASSISTANT_TURN, conversation_flow, opened, prompt_rows
 from tools.demo_model.sparse.decoder import Decoder, hidden_states, route
-from tools.demo_model.sparse.sampler import Request, sample
+from tools.demo_model.sparse.sampler import Choice, Request, sample
 
 BATCH = 16  # rows
 CHUNK = 4096  # tokens whose logits are in memory at a time
-CARD_TEMPERATURES = (0.0, 0.2)  # greedy, and what generation_config.json advises
-MIN_P = 0.05
+CHOICE = Choice(0.1, REPETITION_PENALTY)  # about as generation_config.json advises
+CUT = " [cut]"
 
 
 @torch.no_grad()
@@ -56,49 +52,56 @@ def expert_load(model: Decoder, rows: Tensor) -> Tensor:
     return load * load.shape[1] / rows.numel() / model.top_k
 
 
-def card_answers(model: Decoder, tokenizer: Tokenizer, length: int) -> list[list[list[str]]]:
-    """What a model answers to each turn of each fixed prompt, at each of CARD_TEMPERATURES.
+@dataclass(frozen=True)
+class Interview:
+    """How answers are asked for: `length` tokens an answer may take."""
 
-    An answer that has not ended within `length` tokens ends in "[cut]".
-    """
-    conversations = [[("user", turns[0])] for _ in CARD_TEMPERATURES for turns in fixed_prompts()]
-    temperatures = [t for t in CARD_TEMPERATURES for _ in fixed_prompts()]
-    asked = [turns for _ in CARD_TEMPERATURES for turns in fixed_prompts()]
-    found = [[text] for text in _answers(model, tokenizer, conversations, temperatures, length)]
-    again = [i for i, turns in enumerate(asked) if len(turns) > 1]
-    seconds = [
-        [*conversations[i], ("assistant", found[i][0]), ("user", asked[i][1])] for i in again
-    ]
-    warmth = [temperatures[i] for i in again]
-    for i, text in zip(again, _answers(model, tokenizer, seconds, warmth, length), strict=True):
-        found[i].append(text)
-    per_temperature = len(fixed_prompts())
-    return [
-        found[start : start + per_temperature] for start in range(0, len(found), per_temperature)
-    ]
+    tokenizer: Tokenizer
+    length: int
+    compiled: bool
+
+    def __call__(
+        self, model: Decoder, conversations: list[list[str]], temperature: float
+    ) -> list[list[str]]:
+        """What a model answers to each user turn of conversations of one or two.
+
+        An answer that has not ended within `length` tokens ends in CUT.
+        """
+        asked = [[("user", turns[0])] for turns in conversations]
+        found = [[text] for text in self._answers(model, asked, temperature)]
+        again = [i for i, turns in enumerate(conversations) if len(turns) > 1]
+        seconds = [
+            [*asked[i], ("assistant", found[i][0]), ("user", conversations[i][1])] for i in again
+        ]
+        for i, text in zip(again, self._answers(model, seconds, temperature), strict=True):
+            found[i].append(text)
+        return found
+
+    def _answers(
+        self, model: Decoder, conversations: list[list[tuple[str, str]]], temperature: float
+    ) -> list[str]:
+        if not conversations:
+            return []
+        device = model.embedding.device
+        texts = [opened(turns, "assistant") for turns in conversations]
+        prompts = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        request = Request(
+            prompt_rows(prompts, self.length + max(map(len, prompts))).to(device),
+            torch.full((len(texts),), ASSISTANT_TURN, device=device),
+            torch.full((len(texts),), temperature, device=device),
+        )
+        flow = conversation_flow(self.tokenizer, device, follow_up=False)
+        rows = sample(model, request, flow, CHOICE, self.compiled).tolist()
+        answers = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            answer = row[len(prompt) : len(prompt) + self.length]
+            stops = [i for i, token in enumerate(answer) if token in flow.ends]
+            shown = self.tokenizer.decode(answer[: stops[0]] if stops else answer)
+            answers.append(shown.strip() if stops else shown.strip() + CUT)
+        return answers
 
 
-def _answers(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    conversations: list[list[tuple[str, str]]],
-    temperatures: list[float],
-    length: int,
-) -> list[str]:
-    device = model.embedding.device
-    texts = [opened(turns, "assistant") for turns in conversations]
-    prompts = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    request = Request(
-        prompt_rows(prompts, length + max(map(len, prompts))).to(device),
-        torch.full((len(texts),), ASSISTANT_TURN, device=device),
-        torch.tensor(temperatures, device=device),
-    )
-    flow = conversation_flow(tokenizer, device, follow_up=False)
-    rows = sample(model, request, flow, MIN_P).tolist()
-    answers = []
-    for prompt, row in zip(prompts, rows, strict=True):
-        answer = row[len(prompt) : len(prompt) + length]
-        stops = [i for i, token in enumerate(answer) if token in flow.ends]
-        shown = tokenizer.decode(answer[: stops[0]] if stops else answer)
-        answers.append(shown.strip() if stops else shown.strip() + " [cut]")
-    return answers
+def ended(answers: list[list[str]]) -> float:
+    """The share of answers that ended by themselves."""
+    texts = [text for answer in answers for text in answer]
+    return sum(not text.endswith(CUT) for text in texts) / len(texts)

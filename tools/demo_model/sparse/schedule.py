@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tools.demo_model.sparse.corrections import Marks, correct
 from tools.demo_model.sparse.decoder import Decoder
 from tools.demo_model.sparse.distill import Distiller, Losses, Weights
 from tools.demo_model.sparse.evaluate import perplexity
@@ -21,53 +23,91 @@ WARM_UP, PRUNED_AT = 0.04, 0.35  # shares of the training time
 PRUNE_EVERY, REPORT_EVERY, COMPARE_EVERY = 5, 50, 400  # steps
 
 
-class Training:
-    """The schedule: learning rates, width of the experts and weights of the losses over time."""
+@dataclass(frozen=True)
+class Corrected:
+    """Whose rows have the teacher's logits corrected: the `share` of a batch that comes first."""
 
-    def __init__(self, teacher: Decoder, student: Student, options: Any, rate: float) -> None:
+    marks: Marks
+    share: float
+
+
+class Training:
+    """The schedule: learning rates, width of the experts and weights of the losses over the time
+    from the making of this object on."""
+
+    def __init__(
+        self,
+        teacher: Decoder,
+        student: Student,
+        options: Any,
+        rate: float,
+        clock: Clock,
+        seconds: float,
+        corrected: Corrected | None = None,
+    ) -> None:
         self.teacher, self.student, self.options, self.rate = teacher, student, options, rate
-        self._width = student.shape.ffn
+        self._clock, self._begun, self._seconds = clock, clock.seconds(), seconds
+        self._corrected = corrected
+        self._width = int(student.support[0, 0].sum())
+        self._num_rows: int = options.batch_rows
+        self._steps, self._tokens = 0, 0
         self._distiller = Distiller(teacher, student, options.compile)
-        p = student.parameters
-        groups = {
-            "low-rank": [t for name, t in p.items() if name[-2:] in (".a", ".b")],
-            "norm": [t for name, t in p.items() if name.endswith("norm")],
-            "router": [p["router"]],
-            "scale": [p["scale"]],
-        }
+        self._trained = [t for t in student.parameters.values() if t.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            [{"params": groups[name], "lr": 0.0, "name": name} for name in groups],
+            [{"params": group, "lr": 0.0, "name": name} for name, group in self._groups().items()],
             betas=(0.9, 0.95),
             weight_decay=0.0,
             fused=teacher.embedding.is_cuda,
         )
 
-    def run(self, text: Text, clock: Clock, seconds: float) -> dict[str, Any]:
-        """Train for `seconds`; at the end the experts have the width wanted."""
-        begun, batches, num_rows = clock.seconds(), Batches(text), self.options.batch_rows
-        step, tokens = 0, 0
-        while (share := (clock.seconds() - begun) / seconds) < 1:
-            if step % PRUNE_EVERY == 0:
+    def _groups(self) -> dict[str, list[Tensor]]:
+        p = {name: t for name, t in self.student.parameters.items() if t.requires_grad}
+        return {
+            "low-rank": [t for name, t in p.items() if name[-2:] in (".a", ".b")],
+            "norm": [t for name, t in p.items() if name.endswith("norm")],
+            "router": [p["router"]],
+            "scale": [p["scale"]],
+        }
+
+    def run(self, batches: Batches, text: Text, until: float = 1.0) -> dict[str, Any]:
+        """Train until a share of the time is over; at its end the experts have the width wanted.
+
+        Returns what was done so far.
+        """
+        while (share := self._share()) < until:
+            if self._steps % PRUNE_EVERY == 0:
                 self.narrow(batches, share)
-            rows = batches.next(num_rows)
+            rows = batches.next(self._num_rows)
             try:
                 losses, length = self.step(rows, share)
             except torch.OutOfMemoryError:
-                num_rows //= 2
+                self._num_rows //= 2
                 self._optimizer.zero_grad()
-                clock.log(f"out of memory: on with {num_rows} rows a step")
+                self._clock.log(f"out of memory: on with {self._num_rows} rows a step")
                 continue
-            step, tokens = step + 1, tokens + rows.numel()
-            if step % REPORT_EVERY == 0 or step in (1, 10):
-                figures = " ".join(f"{k} {v:.4f}" for k, v in losses._asdict().items())
-                state = f"step {step} {share:.2f} {tokens / 1e6:.1f} M, width {self._width}"
-                clock.log(f"{state}, {figures}, gradient {length:.3f}")
-            if step % COMPARE_EVERY == 0:
-                clock.log(f"held out: {self.ratios(text)}")
-        self.narrow(batches, 1.0)
+            self._steps, self._tokens = self._steps + 1, self._tokens + rows.numel()
+            self._report(share, losses, length, text)
+        self.narrow(batches, until)
         ratios = self.ratios(text)
-        clock.log(f"trained {step} steps; held out: {ratios}")
-        return {"steps": step, "tokens": tokens, "seconds": seconds, "ratios": ratios}
+        self._clock.log(f"trained {self._steps} steps; held out: {ratios}")
+        return {
+            "steps": self._steps,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "ratios": ratios,
+        }
+
+    def _share(self) -> float:
+        return (self._clock.seconds() - self._begun) / self._seconds
+
+    def _report(self, share: float, losses: Losses, length: float, text: Text) -> None:
+        step, tokens = self._steps, self._tokens
+        if step % REPORT_EVERY == 0 or step in (1, 10):
+            figures = " ".join(f"{k} {v:.4f}" for k, v in losses._asdict().items())
+            state = f"step {step} {share:.2f} {tokens / 1e6:.1f} M, width {self._width}"
+            self._clock.log(f"{state}, {figures}, gradient {length:.3f}")
+        if step % COMPARE_EVERY == 0:
+            self._clock.log(f"held out: {self.ratios(text)}")
 
     def narrow(self, batches: Batches, share: float) -> None:
         """Bring the experts to the width that belongs to a share of the time."""
@@ -89,8 +129,12 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = RATES[group["name"]] * self.rate * rate
         weights = Weights(self.options.distance * (1 - share), self.options.balance)
-        losses = self._distiller.backward(rows, weights)
-        length = torch.nn.utils.clip_grad_norm_(self.student.parameters.values(), 1.0).item()
+        correction = None
+        if self._corrected is not None:
+            number = round(len(rows) * self._corrected.share)
+            correction = correct(rows, self._corrected.marks, number)
+        losses = self._distiller.backward(rows, weights, correction)
+        length = torch.nn.utils.clip_grad_norm_(self._trained, 1.0).item()
         if math.isfinite(length):
             self._optimizer.step()
         self._optimizer.zero_grad()

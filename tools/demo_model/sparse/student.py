@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tools.demo_model.sparse.decoder import (
@@ -20,6 +21,7 @@ from tools.demo_model.sparse.decoder import (
     Layer,
     Shape,
 )
+from tools.demo_model.sparse.delta import is_healed, read_delta
 
 RANKS = {"q": 32, "k": 32, "v": 32, "o": 32, "gate": 128, "up": 128, "down": 128}
 
@@ -95,3 +97,32 @@ def new_student(dense: Decoder, base: dict[str, Tensor], router: Tensor, top_k: 
         tensor.requires_grad_()
     support = torch.ones_like(scale, dtype=torch.bool)
     return Student(dense.shape, dense.embedding, base, parameters, support, top_k)
+
+
+def delta_student(
+    dense: Decoder, base: dict[str, Tensor], delta: dict[str, Tensor], top_k: int
+) -> Student:
+    """The student that a delta describes; nothing of it is trainable."""
+    parameters, support = read_delta(delta, dense.shape.ffn)
+    device = dense.embedding.device
+    moved = {name: tensor.to(device) for name, tensor in parameters.items()}
+    return Student(dense.shape, dense.embedding, base, moved, support.to(device), top_k)
+
+
+def healing_student(
+    dense: Decoder, base: dict[str, Tensor], delta: dict[str, Tensor], top_k: int, rank: int
+) -> Student:
+    """The student that a delta describes, what the healing changes of it being trainable.
+
+    The low-rank changes of its attention grow to `rank`, without changing what it computes yet.
+    """
+    student = delta_student(dense, base, delta, top_k)
+    p = student.parameters
+    for name in [name for name in p if name.endswith(".a") and is_healed(name)]:
+        a, b = p[name], p[name[0] + ".b"]
+        layers, old, into = a.shape
+        more = torch.randn(layers, rank - old, into, device=a.device) / math.sqrt(into)
+        p[name], p[name[0] + ".b"] = torch.cat([a, more], dim=1), F.pad(b, (0, rank - old))
+    for name, tensor in p.items():
+        tensor.requires_grad_(is_healed(name))
+    return student

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model.sparse.corpus import load_corpus
-from tools.demo_model.sparse.decoder import Decoder
-from tools.demo_model.sparse.writer import Clock, write_chats
+from tools.demo_model.sparse.corpus import Corpus
+from tools.demo_model.sparse.writer import Clock
 
-SEED = 1
 HELD_OUT_CHATS = 96
-CORPUS_SHARE = 0.3  # of a batch's rows
 
 
 @dataclass(frozen=True)
@@ -28,38 +25,43 @@ class Text:
     held_out_corpus: Tensor
 
 
-def gather_text(teacher: Decoder, tokenizer: Tokenizer, options: Any, clock: Clock) -> Text:
-    """The text of file `options.text`; if there is none, have it written and put it there."""
-    device = teacher.embedding.device
-    if options.text.exists():
-        saved = torch.load(options.text, map_location=device)
+def gather_text(
+    file: Path, corpus: Corpus, write: Callable[[], Tensor], device: torch.device, clock: Clock
+) -> Text:
+    """The text of a file; if there is none, have the conversations written, by `write`, and put it
+    there."""
+    if file.exists():
+        saved = torch.load(file, map_location=device)
         clock.log("read the text")
         return Text(**saved)
-    corpus = load_corpus(options.corpus, tokenizer, options.length, SEED)
-    clock.log(f"{corpus.train.numel() / 1e6:.1f} M tokens of corpora")
-    chats = write_chats(teacher, tokenizer, corpus.questions, options, clock)
+    chats = write().to(device)
     clock.log(f"{chats.numel() / 1e6:.1f} M tokens of conversations kept")
     held_out = min(HELD_OUT_CHATS, 1 + len(chats) // 4)
     kept = {"corpus": corpus.train.to(device), "held_out_corpus": corpus.held_out.to(device)}
     text = Text(chats=chats[held_out:], held_out_chats=chats[:held_out], **kept)
-    torch.save(asdict(text), options.text)
-    for row in text.held_out_chats[:4].tolist():
-        clock.log(repr(tokenizer.decode(row, skip_special_tokens=False)[75:900]))
+    torch.save(asdict(text), file)
     return text
 
 
 class Batches:
-    """Endless batches of rows, some of the teacher's and some of the corpora, in random order."""
+    """Endless batches of rows: of every source its share, one source behind the other, the rows
+    of each in random order."""
 
-    def __init__(self, text: Text) -> None:
-        self._sources = {"chats": text.chats, "corpus": text.corpus}
-        self._left: dict[str, Tensor] = {name: torch.empty(0).long() for name in self._sources}
+    def __init__(self, sources: dict[str, Tensor], shares: dict[str, float]) -> None:
+        self._sources, self._shares = dict(sources), shares
+        self._left = {name: torch.empty(0).long() for name in sources}
+
+    def replace(self, name: str, rows: Tensor) -> None:
+        """Take a source's rows from `rows` from now on."""
+        self._sources[name] = rows
+        self._left[name] = torch.empty(0).long()
 
     def next(self, num_rows: int) -> Tensor:
         """Token ids int64 [num_rows, T]."""
-        num_corpus = round(num_rows * CORPUS_SHARE)
-        parts = (self._take("chats", num_rows - num_corpus), self._take("corpus", num_corpus))
-        return torch.cat(parts).long()
+        *first, last = self._shares
+        numbers = {name: round(num_rows * self._shares[name]) for name in first}
+        numbers[last] = num_rows - sum(numbers.values())
+        return torch.cat([self._take(name, number) for name, number in numbers.items()]).long()
 
     def _take(self, name: str, number: int) -> Tensor:
         rows = self._sources[name]

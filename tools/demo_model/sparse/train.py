@@ -23,93 +23,39 @@ from torch import Tensor
 
 from tools.demo_model.source import read_gguf
 from tools.demo_model.sparse.chat import fixed_prompts
+from tools.demo_model.sparse.corpus import Corpus, load_corpus
 from tools.demo_model.sparse.decoder import Decoder, dense_decoder
-from tools.demo_model.sparse.delta import read_delta, round_delta
-from tools.demo_model.sparse.evaluate import card_answers, expert_load, perplexity
+from tools.demo_model.sparse.delta import round_delta
+from tools.demo_model.sparse.evaluate import Interview, expert_load, perplexity
 from tools.demo_model.sparse.routing import first_routers
 from tools.demo_model.sparse.schedule import Training
-from tools.demo_model.sparse.student import Student, new_student, stacked_base
-from tools.demo_model.sparse.text import SEED, Batches, Text, gather_text
-from tools.demo_model.sparse.writer import Clock
+from tools.demo_model.sparse.student import delta_student, new_student, stacked_base
+from tools.demo_model.sparse.text import Batches, Text, gather_text
+from tools.demo_model.sparse.writer import Clock, Pen, Writer, without_kept_prompts, write_chats
 from tools.demo_model.tokenizer import build_tokenizer
 
-
-def evaluate(
-    models: dict[str, Decoder], text: Text, tokenizer: Tokenizer, options: Any
-) -> dict[str, Any]:
-    """The figures of the model card, of teacher and student."""
-    held_out = {"chats": text.held_out_chats, "corpus": text.held_out_corpus}
-    found: dict[str, Any] = {"perplexity": {}, "answers": {}}
-    for name, model in models.items():
-        found["perplexity"][name] = {k: perplexity(model, rows) for k, rows in held_out.items()}
-    rows = torch.cat(list(held_out.values()))
-    found["load"] = expert_load(models["student"], rows).tolist()
-    for name, model in models.items():
-        found["answers"][name] = card_answers(model, tokenizer, options.answer_length)
-    return found
-
-
-def shipped(student: Student) -> tuple[dict[str, Tensor], Decoder]:
-    """The rounded delta, and the model that it makes."""
-    delta = round_delta(student.parameters, student.support)
-    parameters, support = read_delta(delta, student.shape.ffn)
-    device = student.embedding.device
-    rounded = Student(
-        student.shape,
-        student.embedding,
-        student.base,
-        {name: tensor.to(device) for name, tensor in parameters.items()},
-        support.to(device),
-        student.top_k,
-    )
-    return delta, rounded.decoder()
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of training."""
-    for name in ("gguf", "corpus", "text", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name, kind, value, meaning in (
-        ("experts", int, 16, "experts a layer"),
-        ("top-k", int, 2, "experts a token"),
-        ("width", int, 384, "neurons an expert"),
-        ("seconds", float, 480.0, "when training ends, from the start"),
-        ("write-seconds", float, 70.0, "for the teacher's conversations"),
-        ("write-rows", int, 4096, "conversations written at a time"),
-        ("batch-rows", int, 44, "rows a training step"),
-        ("length", int, 768, "tokens a row"),
-        ("answer-length", int, 320, "tokens an answer may take"),
-        ("probe-seconds", float, 18.0, "for the trial of each rate, if there are several"),
-        ("distance", float, 0.5, "weight of the residual stream's distance, falling to 0"),
-        ("balance", float, 0.02, "weight of the balance loss, mean over layers"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=value, help=f"{meaning} ({value})")
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates to try"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the layers")
+SEED = 1
+SHARES = {"chats": 0.7, "corpus": 0.3}  # of a batch's rows
+CARD_TEMPERATURES = (0.0, 0.2)  # greedy, and what generation_config.json advises
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training starts from."""
+    """What training starts from: the dense model as the teacher, and the text."""
 
     tokenizer: Tokenizer
     teacher: Decoder
     base: dict[str, Tensor]
+    corpus: Corpus
     text: Text
-    routers: Tensor
-
-    def student(self, options: Any) -> Student:
-        """A new student, the teacher's equal."""
-        return new_student(self.teacher, self.base, self.routers, options.top_k)
 
 
-def prepare(options: Any, clock: Clock) -> Prepared:
-    """Read the dense model, gather the text, find the first routers."""
-    torch.manual_seed(SEED)
+def prepare(options: Any, clock: Clock, seed: int, pen: Pen) -> Prepared:
+    """Read the dense model; gather the text, the teacher's part of it with `pen`."""
+    torch.manual_seed(seed)
     torch.backends.cuda.enable_cudnn_sdp(False)  # plans anew for every length
     torch._dynamo.config.suppress_errors = True  # what does not compile runs uncompiled
+    torch._dynamo.config.recompile_limit = 64  # batches of several sizes, two models
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     source = read_gguf(options.gguf)
@@ -117,21 +63,102 @@ def prepare(options: Any, clock: Clock) -> Prepared:
     teacher = dense_decoder(source.config, source.tensors, device, dtype)
     base = stacked_base(source.tensors, teacher.shape.num_layers, device)
     clock.log("read the dense model")
-    text = gather_text(teacher, tokenizer, options, clock)
-    routers = first_routers(teacher, Batches(text).next(options.batch_rows), options.experts)
-    clock.log("found the first routers")
-    return Prepared(tokenizer, teacher, base, text, routers)
+    corpus = load_corpus(options.corpus, tokenizer, options.length, SEED)
+    clock.log(f"{corpus.train.numel() / 1e6:.1f} M tokens of corpora")
+
+    def write() -> Tensor:
+        writer = Writer(tokenizer, corpus.questions, pen, seed)
+        rows = write_chats(teacher, writer, options, clock)
+        torch.cuda.empty_cache()  # the KV state took half of the memory
+        return without_kept_prompts(rows, tokenizer)
+
+    text = gather_text(options.text, corpus, write, device, clock)
+    for row in text.held_out_chats[:4].tolist():
+        clock.log(repr(tokenizer.decode(row, skip_special_tokens=False)[75:900]))
+    return Prepared(tokenizer, teacher, base, corpus, text)
 
 
-def best_rate(start: Prepared, options: Any, clock: Clock) -> float:
-    """The rate that serves best in a short run of the whole schedule."""
-    scores: dict[float, float] = {}
-    for rate in options.rates if len(options.rates) > 1 else []:
-        clock.log(f"trial of rate {rate}")
-        training = Training(start.teacher, start.student(options), options, rate)
-        done = training.run(start.text, clock, options.probe_seconds)
-        scores[rate] = math.prod(done["ratios"].values())
-    return min(scores, key=scores.__getitem__, default=options.rates[0])
+def perplexities(models: dict[str, Decoder], text: Text) -> dict[str, dict[str, float]]:
+    """Of each model on each of the texts held out."""
+    held_out = {"chats": text.held_out_chats, "corpus": text.held_out_corpus}
+    return {
+        name: {kind: perplexity(model, rows) for kind, rows in held_out.items()}
+        for name, model in models.items()
+    }
+
+
+def load(model: Decoder, text: Text) -> list[list[float]]:
+    """How often each expert is used on the text held out, over how often it would be by turns."""
+    found: list[list[float]] = expert_load(
+        model, torch.cat([text.held_out_chats, text.held_out_corpus])
+    ).tolist()
+    return found
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """The options of both trainings."""
+    for name in ("gguf", "corpus", "text", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+
+
+def add_numbers(parser: argparse.ArgumentParser, *numbers: tuple[str, Any, str]) -> None:
+    """Options with defaults: name, default, meaning."""
+    for name, value, meaning in numbers:
+        parser.add_argument(
+            f"--{name}", type=type(value), default=value, help=f"{meaning} ({value})"
+        )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this training."""
+    add_common_options(parser)
+    add_numbers(
+        parser,
+        ("experts", 16, "experts a layer"),
+        ("top-k", 2, "experts a token"),
+        ("width", 384, "neurons an expert"),
+        ("seconds", 480.0, "when training ends, from the start"),
+        ("write-seconds", 70.0, "for the teacher's conversations"),
+        ("write-rows", 4096, "conversations written at a time"),
+        ("batch-rows", 44, "rows a training step"),
+        ("length", 768, "tokens a row"),
+        ("answer-length", 320, "tokens an answer may take"),
+        ("probe-seconds", 18.0, "for the trial of each rate, if there are several"),
+        ("distance", 0.5, "weight of the residual stream's distance, falling to 0"),
+        ("balance", 0.02, "weight of the balance loss, mean over layers"),
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1.0], help="factors on all learning rates to try"
+    )
+
+
+class FirstTraining:
+    """The first training, once for each rate to try and once in full."""
+
+    def __init__(self, start: Prepared, options: Any, clock: Clock) -> None:
+        self._start, self._options, self._clock = start, options, clock
+        self.batches = Batches({"chats": start.text.chats, "corpus": start.text.corpus}, SHARES)
+        rows = self.batches.next(options.batch_rows)
+        self._routers = first_routers(start.teacher, rows, options.experts)
+        clock.log("found the first routers")
+
+    def run(self, rate: float, seconds: float) -> tuple[Any, dict[str, Any]]:
+        """Train a new student; the student and what was done."""
+        start, options = self._start, self._options
+        student = new_student(start.teacher, start.base, self._routers, options.top_k)
+        training = Training(start.teacher, student, options, rate, self._clock, seconds)
+        return student, training.run(self.batches, start.text)
+
+    def best_rate(self) -> float:
+        """The rate that serves best in a short run of the whole schedule."""
+        rates: list[float] = self._options.rates
+        scores: dict[float, float] = {}
+        for rate in rates if len(rates) > 1 else []:
+            self._clock.log(f"trial of rate {rate}")
+            _, done = self.run(rate, self._options.probe_seconds)
+            scores[rate] = math.prod(done["ratios"].values())
+        return min(scores, key=scores.__getitem__, default=rates[0])
 
 
 def main() -> None:
@@ -139,27 +166,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_options(parser)
     options, clock = parser.parse_args(), Clock()
-    start = prepare(options, clock)
-    rate = best_rate(start, options, clock)
-    student = start.student(options)
-    training = Training(start.teacher, student, options, rate)
-    done = training.run(start.text, clock, options.seconds - clock.seconds())
-    delta, model = shipped(student)
+    pen = Pen(0.3, 1.0, 1.0, 0.4, 0.0, options.length, options.compile)
+    start = prepare(options, clock, SEED, pen)
+    training = FirstTraining(start, options, clock)
+    rate = training.best_rate()
+    student, done = training.run(rate, options.seconds - clock.seconds())
+    delta = round_delta(student.parameters, student.support)
     options.out.mkdir(parents=True, exist_ok=True)
     save_file(delta, options.out / "delta.safetensors")
     clock.log("delta saved")
+    with torch.no_grad():
+        model = delta_student(start.teacher, start.base, delta, options.top_k).decoder()
     models = {"teacher": start.teacher, "student": model}
-    found = done | {"rate": rate} | evaluate(models, start.text, start.tokenizer, options)
-    found["held_out_chats"] = start.text.held_out_chats.tolist()
+    interview = Interview(start.tokenizer, options.answer_length, options.compile)
+    found = done | {
+        "rate": rate,
+        "perplexity": perplexities(models, start.text),
+        "load": load(model, start.text),
+        "answers": {
+            name: [interview(each, fixed_prompts(), warmth) for warmth in CARD_TEMPERATURES]
+            for name, each in models.items()
+        },
+        "held_out_chats": start.text.held_out_chats.tolist(),
+    }
     (options.out / "results.json").write_text(json.dumps(found, indent=1))
     report(found, clock)
 
 
 def report(found: dict[str, Any], clock: Clock) -> None:
-    """Print the figures and the greedy answers."""
+    """Print the figures and the greedy answers to the fixed prompts."""
     clock.log(json.dumps(found["perplexity"]))
-    for layer, load in enumerate(found["load"]):
-        clock.log(f"layer {layer}: load {min(load):.2f} to {max(load):.2f}")
+    for layer, uses in enumerate(found["load"]):
+        clock.log(f"layer {layer}: load {min(uses):.2f} to {max(uses):.2f}")
     for i, turns in enumerate(fixed_prompts()):
         print(turns)
         for name, answers in found["answers"].items():

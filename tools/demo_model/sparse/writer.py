@@ -1,8 +1,11 @@
-"""The teacher writes conversations for its student to learn from."""
+"""Models write conversations for the student to learn from."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from tools.demo_model.sparse.chat import (
     ASSISTANT_TURN,
+    check_prompts,
     continued,
     conversation_flow,
     fixed_prompts,
@@ -18,10 +22,9 @@ from tools.demo_model.sparse.chat import (
     prompt_rows,
 )
 from tools.demo_model.sparse.decoder import Decoder
-from tools.demo_model.sparse.sampler import Request, sample
+from tools.demo_model.sparse.sampler import Choice, Request, sample
 
 MIN_P = 0.02
-COOLEST, WARMEST = 0.3, 1.0  # temperatures
 LEAST_DISTINCT = 0.2  # distinct tokens of a row over its length; less is a loop
 
 
@@ -38,49 +41,71 @@ class Clock:
         print(f"[{self.seconds():6.1f} s] {text}", flush=True)
 
 
-def write_chats(
-    teacher: Decoder, tokenizer: Tokenizer, questions: list[str], options: Any, clock: Clock
-) -> Tensor:
-    """Conversations that the teacher writes until its time is up: int32 [R, T].
+@dataclass(frozen=True)
+class Pen:
+    """How a model writes: temperatures from the `coolest` to the `warmest`, the repetition
+    penalty, the share of conversations whose first user turn is left to it, the share that takes
+    up earlier ones again (at most), tokens a row."""
 
-    Every third batch takes up the one before it again, with everyday follow-ups.
-    """
-    device = teacher.embedding.device
-    begun, beginnings = clock.seconds(), openings(questions, seed=1)
+    coolest: float
+    warmest: float
+    penalty: float
+    free: float
+    again: float
+    length: int
+    compiled: bool
+
+
+class Writer:
+    """Has conversations written: everyday questions, those of corpora, and follow-ups."""
+
+    def __init__(self, tokenizer: Tokenizer, questions: list[str], pen: Pen, seed: int) -> None:
+        self._tokenizer, self._pen, self._seed = tokenizer, pen, seed
+        self._beginnings: Iterator[tuple[str, int]] = openings(questions, seed, pen.free)
+        self._earlier: list[list[int]] = []
+
+    def write(self, model: Decoder, number: int) -> Tensor:
+        """Conversations, some of them earlier ones taken up behind the first answer with an
+        everyday follow-up: int32 [number, T]."""
+        pen, device = self._pen, model.embedding.device
+        self._seed += 1
+        some = self._earlier[: round(number * pen.again)]
+        prompts = continued(self._tokenizer, some, self._seed)
+        states = [ASSISTANT_TURN] * len(prompts)
+        opened = list(islice(self._beginnings, number - len(prompts)))
+        prompts += [e.ids for e in self._tokenizer.encode_batch([text for text, _ in opened])]
+        states += [state for _, state in opened]
+        span = pen.warmest - pen.coolest
+        request = Request(
+            prompt_rows(prompts, pen.length).to(device),
+            torch.tensor(states, device=device),
+            pen.coolest + span * torch.rand(number, device=device),
+        )
+        flow = conversation_flow(self._tokenizer, device, follow_up=True)
+        rows = sample(model, request, flow, Choice(MIN_P, pen.penalty), pen.compiled).int()
+        self._earlier = rows[-round(number * pen.again) :].tolist() if pen.again else []
+        return rows
+
+
+def write_chats(teacher: Decoder, writer: Writer, options: Any, clock: Clock) -> Tensor:
+    """Conversations that the teacher writes until its time is up, without those that loop: int32
+    [R, T]."""
+    begun = clock.seconds()
     batches: list[Tensor] = []
     spent = 0.0
     while spent * (len(batches) + 1) <= options.write_seconds * len(batches):
-        if len(batches) % 3 == 2:
-            prompts = continued(tokenizer, batches[-1].tolist(), seed=len(batches))
-            states = [ASSISTANT_TURN] * len(prompts)
-        else:
-            opened = [next(beginnings) for _ in range(options.write_rows)]
-            prompts = [e.ids for e in tokenizer.encode_batch([text for text, _ in opened])]
-            states = [state for _, state in opened]
-        batches.append(_write(teacher, tokenizer, prompts, states, options.length))
+        batches.append(writer.write(teacher, options.write_rows))
         spent = clock.seconds() - begun
         clock.log(f"{sum(map(len, batches))} conversations written")
-    torch.cuda.empty_cache()  # the KV state took half of the memory
-    rows = torch.cat(batches).to(device)
-    rows = rows[num_distinct(rows) >= LEAST_DISTINCT * options.length]
-    banned = [tokenizer.encode(turn).ids for turns in fixed_prompts() for turn in turns]
-    return rows[~torch.stack([contains(rows, ids) for ids in banned]).any(dim=0)]
+    rows = torch.cat(batches)
+    return rows[num_distinct(rows) >= LEAST_DISTINCT * rows.shape[1]]
 
 
-def _write(
-    teacher: Decoder,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    states: list[int],
-    length: int,
-) -> Tensor:
-    device = teacher.embedding.device
-    temperatures = COOLEST + (WARMEST - COOLEST) * torch.rand(len(prompts), device=device)
-    request = Request(
-        prompt_rows(prompts, length).to(device), torch.tensor(states, device=device), temperatures
-    )
-    flow = conversation_flow(tokenizer, device, follow_up=True)
-    return sample(teacher, request, flow, MIN_P).int().cpu()
+def without_kept_prompts(rows: Tensor, tokenizer: Tokenizer) -> Tensor:
+    """The rows [R, T] that hold none of the prompts that are kept for the end."""
+    kept = [turn for turns in (*fixed_prompts(), *check_prompts()) for turn in turns]
+    found = [contains(rows, encoding.ids) for encoding in tokenizer.encode_batch(kept)]
+    return rows[~torch.stack(found).any(dim=0)]
 
 
 def num_distinct(rows: Tensor) -> Tensor:
