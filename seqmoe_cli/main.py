@@ -19,6 +19,7 @@ from seqmoe_cli.commands.convert import convert
 from seqmoe_cli.commands.doctor import doctor
 from seqmoe_cli.commands.info import info
 from seqmoe_cli.commands.perplexity import perplexity
+from seqmoe_cli.commands.simulate import simulate
 from seqmoe_cli.commands.trace import trace
 from seqmoe_cli.errors import SeqmoeError, UsageError
 
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (chat, bench, convert, info, doctor, perplexity, trace):
+for _command in (chat, bench, convert, info, doctor, perplexity, trace, simulate):
     app.command()(_command)
 
 

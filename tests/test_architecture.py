@@ -29,10 +29,10 @@ LAYERS = {
     "seqmoe_cli.errors": {"seqmoe_weights"},
     "seqmoe_cli.settings": {"seqmoe_cli.errors"},
     "seqmoe_cli.paths": set[str](),
-    "seqmoe_cli.residency": ENGINE,
+    "seqmoe_cli.residency": ENGINE | {"numpy"},
     "seqmoe_cli.models": ENGINE,
     "seqmoe_cli.forecast": CALM | {"seqmoe_weights", "torch", "numpy"},
-    "seqmoe_cli.replay": CALM | {"seqmoe_cli.forecast", "numpy"},
+    "seqmoe_cli.replay": CALM | {"seqmoe_cli.forecast", "seqmoe_cli.residency", "numpy"},
     "seqmoe_cli.engine": ENGINE
     | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast", "tokenizers"},
     "seqmoe_cli.chat": CALM
@@ -87,7 +87,8 @@ def test_imports_follow_the_arrows(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace"]
+    "command",
+    ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "simulate"],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     program = f"""

@@ -5,12 +5,10 @@ All but JSON give a row's line as soon as the row is there; a JSON array needs a
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from seqmoe_cli.bench.formats import csv_lines, json_array, json_lines
 from seqmoe_cli.bench.inventory import readable_count
 from seqmoe_cli.bench.rows import Row
 from seqmoe_weights.files import readable_size
@@ -144,34 +142,6 @@ def _line(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]
 
 def _rule(column: Column, width: int) -> str:
     return "-" * (width - 1) + ":" if column.number else ":" + "-" * (width - 1)
-
-
-def csv_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """A header and one line a row; lists are written as JSON inside one field, None as nothing."""
-    for index, row in enumerate(rows):
-        record = row.to_dict()
-        if not index:
-            yield _csv_line(list(record))
-        yield _csv_line(
-            [json.dumps(item) if isinstance(item, list) else item for item in record.values()]
-        )
-
-
-def _csv_line(values: list[object] | list[str]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="").writerow(values)
-    return buffer.getvalue()
-
-
-def json_array(rows: Iterable[Row]) -> Iterator[str]:
-    """One array of all rows."""
-    yield json.dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False)
-
-
-def json_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """One object a line."""
-    for row in rows:
-        yield json.dumps(row.to_dict(), ensure_ascii=False)
 
 
 FORMATS: dict[str, Callable[[Iterable[Row]], Iterator[str]]] = {

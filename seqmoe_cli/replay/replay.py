@@ -1,57 +1,125 @@
-"""Replay of a trace: one pool for all layers, demand loading, an event for each (token, layer).
+"""Replay of a trace: one pool for all layers, an event for each (token, layer), and its time.
 
 T tokens, L layers, K experts per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.replay.policies import Policy
+from seqmoe_cli.replay.flight import Flight, Prefetching
+from seqmoe_cli.replay.link import Link, LinkClock
+from seqmoe_cli.replay.policies import Routing
 from seqmoe_cli.replay.table import SlotTable
+from seqmoe_cli.residency.policies import Blend, Ints, Policy
+
+PolicyOf = Callable[[Routing, int], Policy]
+"""Makes a fresh policy for a trace and a number of slots."""
+Counted = NDArray[np.bool_] | slice
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """`loads` [T, L]: how many of the K experts of an event had to be loaded."""
+    """What happened, event by event or token by token.
 
-    loads: NDArray[np.int64]
+    `loads` [T, L]: how many of the K experts of an event had to be fetched. `late` [T, L]: how many
+    were waited for, their copy being on the link. `copies` [T]: prefetches asked for during a
+    token; `used` [T]: how many experts were hits because of one. `stall_s` [T]: time lost to
+    fetches and to waiting.
+    """
+
+    loads: Ints
+    late: Ints
+    copies: Ints
+    used: Ints
+    stall_s: NDArray[np.float64]
     top_k: int
 
-    def loads_per_token(self, counted: NDArray[np.bool_] | slice) -> float:
-        """Mean over the tokens that count."""
-        return float(self.loads[counted].sum(axis=1).mean())
+    def loads_per_token(self, counted: Counted) -> float:
+        """Records that came over the link, prefetched ones too; mean over the tokens that count."""
+        return float((self.loads.sum(axis=1) + self.copies)[counted].mean())
 
-    def hit_rate(self, counted: NDArray[np.bool_] | slice) -> float:
-        """Share of the lookups of these tokens that found a slot, from 0 to 1."""
-        return 1 - float(self.loads[counted].mean()) / self.top_k
+    def hit_rate(self, counted: Counted) -> float:
+        """Share of the lookups of these tokens that found a slot in time, from 0 to 1."""
+        return 1 - float((self.loads + self.late)[counted].mean()) / self.top_k
 
 
-def replay(trace: Trace, num_slots: int, policy: Policy) -> Replayed:
+def replay(
+    trace: Trace | Routing,
+    num_slots: int,
+    policy: PolicyOf,
+    link: Link | None = None,
+    prefetching: Prefetching | None = None,
+    blend: Blend | None = None,
+) -> Replayed:
     """Send all tokens through a pool that is empty at the start.
 
-    An expert that an event wants is no victim of that event; every load gets a slot. Raises
-    `ValueError` for fewer slots than an event has experts.
+    An expert that an event wants is no victim of that event; every load gets a slot. `blend` is
+    driven along, for the policy or the prefetch that looks at it. Raises `ValueError` for fewer
+    slots than an event has experts.
     """
-    if num_slots < trace.top_k:
-        raise ValueError(f"{num_slots} slots for events of {trace.top_k} experts")
-    table = SlotTable(num_slots, trace.num_layers * trace.num_experts)
-    events = flat_events(trace)
-    loads = [
-        table.require(wanted, score)[1]
-        for wanted, score in zip(events, policy(events), strict=True)
-    ]
-    return Replayed(np.array(loads).reshape(len(trace), trace.num_layers), trace.top_k)
+    routing = Routing(trace) if isinstance(trace, Trace) else trace
+    if num_slots < routing.trace.top_k:
+        raise ValueError(f"{num_slots} slots for events of {routing.trace.top_k} experts")
+    made = policy(routing, num_slots)
+    listeners: list[Blend | Policy] = [blend, made] if blend else [made]
+    run = _Run(routing, num_slots, made, link or Link(), prefetching or Prefetching())
+    for token in range(len(routing.trace)):
+        run.flight.start_token()
+        for listener in listeners:
+            listener.start_token(token)
+        for layer in range(routing.num_layers):
+            wanted = run.event(token, layer)
+            for listener in listeners:
+                listener.use(layer, wanted)
+            run.after(token, layer, wanted)
+    return run.done
 
 
-def flat_events(trace: Trace) -> NDArray[np.int64]:
-    """Flat expert ids [T * L, K] in the order in which a model asks for them."""
-    first = np.arange(trace.num_layers)[:, None] * trace.num_experts
-    return (trace.experts.astype(np.int64) + first).reshape(-1, trace.top_k)
+class _Run:
+    """The state of a replay, and what it has counted so far."""
+
+    def __init__(
+        self, routing: Routing, num_slots: int, policy: Policy, link: Link, rules: Prefetching
+    ) -> None:
+        tokens, layers, top_k = routing.trace.experts.shape
+        self._routing, self._policy, self._source = routing, policy, rules.source
+        self._table, self._clock = SlotTable(num_slots, routing.num_experts), LinkClock(link)
+        self.flight = Flight(self._table, self._clock, policy, rules, top_k)
+        loads, late = np.zeros((2, tokens, layers), np.int64)
+        copies, used = np.zeros((2, tokens), np.int64)
+        self.done = Replayed(loads, late, copies, used, np.zeros(tokens), top_k)
+
+    def event(self, token: int, layer: int) -> Ints:
+        """A layer gets its experts, whatever time that takes."""
+        self._asked_s = self._clock.now
+        event = token * self._routing.num_layers + layer
+        wanted: Ints = self._routing.events[event]
+        self.flight.land()
+        waiting = self.flight.late(wanted)
+        now = wanted[~np.isin(wanted, waiting)] if waiting else wanted
+        _, loads = self._table.require(now, self._policy, self.flight.barred())
+        if len(loads):
+            self._clock.fetch(len(loads))
+        self.flight.wait(waiting)
+        used = self.flight.passed(event, wanted, waiting, loads)
+        self.done.loads[token, layer], self.done.late[token, layer] = len(loads), len(waiting)
+        self.done.used[token] += used
+        self.done.stall_s[token] += self._clock.now - self._asked_s
+        if self._source:
+            self._source.missed(event, len(loads) + len(waiting) + used)
+        return wanted
+
+    def after(self, token: int, layer: int, wanted: Ints) -> None:
+        """Prefetches are asked for, and the layer is computed."""
+        event = token * self._routing.num_layers + layer
+        self.done.copies[token] += self.flight.request(event, wanted, self._asked_s)
+        self._clock.run(self._clock.now + self._clock.link.layer_s)
 
 
 def slots_for(trace: Trace, percent: float) -> int:

@@ -6,12 +6,8 @@ It decides as `seqmoe_kernels.resolve` does, slot for slot; a test holds the two
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-_EMPTY, _WANTED = (
-    np.iinfo(np.int64).min,
-    np.iinfo(np.int64).max,
-)  # scores below and above all others
+from seqmoe_cli.residency.policies import Ints, Policy
 
 
 class SlotTable:
@@ -20,31 +16,25 @@ class SlotTable:
     def __init__(self, num_slots: int, num_experts: int) -> None:
         self.slot_of = np.full(num_experts, -1, np.int64)  # by expert; -1: has none
         self.owner = np.full(num_slots, -1, np.int64)  # by slot; -1: empty
-        self.score = np.full(num_slots, _EMPTY, np.int64)  # by slot; the smallest is the victim
 
-    def require(
-        self, wanted: NDArray[np.int64], score: int | NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], int]:
-        """One event: distinct flat ids [n], n <= num_slots. Their slots, and how many were loads.
-
-        A load, in the order of `wanted`, takes the slot of the smallest (score, slot) that holds
-        nothing wanted. `score`, for all or for each, is what the wanted have afterwards.
-        """
+    def require(self, wanted: Ints, policy: Policy, barred: Ints) -> tuple[Ints, Ints]:
+        """One event: distinct flat ids [n]. Their slots, and those of them that were loads, which
+        took the slots of victims in the order of `wanted`. What is wanted is no victim, nor are the
+        slots `barred`."""
         slots = self.slot_of[wanted]
-        num_loads = 0
-        if slots.min() < 0:
-            self.score[slots[slots >= 0]] = _WANTED
-            for i in np.flatnonzero(slots < 0):
-                slots[i] = self._load(wanted[i])
-                num_loads += 1
-        self.score[slots] = score
-        return slots, num_loads
+        if slots.min() >= 0:
+            return slots, wanted[:0]
+        miss = slots < 0
+        loads = wanted[miss]
+        slots[miss] = policy.victims(self.owner, np.concatenate((barred, slots[~miss])), loads)
+        self.vacate(slots[miss])
+        self.owner[slots[miss]] = loads
+        self.slot_of[loads] = slots[miss]
+        return slots, loads
 
-    def _load(self, expert: np.int64) -> np.intp:
-        slot = self.score.argmin()
-        if self.owner[slot] >= 0:
-            self.slot_of[self.owner[slot]] = -1
-        self.owner[slot] = expert
-        self.slot_of[expert] = slot
-        self.score[slot] = _WANTED
-        return slot
+    def vacate(self, slots: Ints) -> None:
+        """The owners of these slots leave the lookup table, and the slots are empty."""
+        old = self.owner[slots]
+        held = (old >= 0) & (self.slot_of[old] == slots)  # others were only on their way here
+        self.slot_of[old[held]] = -1
+        self.owner[slots] = -1

@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from seqmoe_cli.forecast.importers import read_delta_npy, read_route_csv
+from seqmoe_cli.forecast.importers import read_delta_npy
+from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import DECODE, Trace
-from seqmoe_cli.replay.policies import Policy, belady, lru
-from seqmoe_cli.replay.replay import flat_events, replay, slots_for
+from seqmoe_cli.replay.policies import Routing, S3Fifo, WindowedBelady, belady, lru
+from seqmoe_cli.replay.replay import PolicyOf, replay, slots_for
 from seqmoe_cli.replay.table import SlotTable
+from seqmoe_cli.residency.policies import DecayedFrequency, Ints
 from seqmoe_cli.residency.pool import ExpertPool
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -48,21 +49,23 @@ def random_trace(seed: int, tokens: int, layers: int, num_experts: int, top_k: i
 def test_lru_is_the_engines(num_slots: int) -> None:
     """Every event gives the same slots as `ExpertPool`, and leaves the same owners behind."""
     trace = random_trace(num_slots, 60, 4, 10, 3)
-    events = flat_events(trace)
+    events = Routing(trace).events
+    policy, unbarred = lru(Routing(trace), num_slots), np.empty(0, np.int64)
     pool = ExpertPool(num_slots, torch.zeros(40, 256, dtype=torch.uint8), torch.device("cpu"))
     table = SlotTable(num_slots, 40)
     loads = 0
-    for wanted, score in zip(events, lru(events), strict=True):
-        slots, num_loads = table.require(wanted, score)
+    for wanted in events:
+        slots, loaded = table.require(wanted, policy, unbarred)
+        policy.use(0, wanted)
         assert slots.tolist() == pool.require(torch.from_numpy(wanted).int()).tolist()
         assert table.owner.tolist() == pool.state.owner.tolist()
         assert table.slot_of.tolist() == pool.state.slot_of.tolist()
-        loads += num_loads
+        loads += len(loaded)
     assert pool.counters()[:2] == (events.size - loads, loads)
     assert loads == replay(trace, num_slots, lru).loads.sum()
 
 
-def fewest_loads(events: NDArray[np.int64], num_slots: int) -> int:
+def fewest_loads(events: Ints, num_slots: int) -> int:
     """By trying every choice of victims."""
     wanted = [frozenset(event.tolist()) for event in events]
 
@@ -93,7 +96,7 @@ def test_belady_loads_least(events: list[list[int]], num_slots: int) -> None:
         np.zeros(len(events), np.uint32), np.ones(len(events), np.uint8),
     )  # fmt: skip
     best = replay(trace, num_slots, belady).loads.sum()
-    assert best == fewest_loads(flat_events(trace), num_slots)
+    assert best == fewest_loads(Routing(trace).events, num_slots)
     assert best <= replay(trace, num_slots, lru).loads.sum()
 
 
@@ -105,7 +108,7 @@ def test_figures_of_a_pool_by_hand() -> None:
         np.zeros(4, np.uint32), np.array([0, 1, 1, 1], np.uint8),
     )  # fmt: skip
     done = replay(trace, 3, lru)
-    assert flat_events(trace)[:2].tolist() == [[0], [4]]
+    assert Routing(trace).events[:2].tolist() == [[0], [4]]
     assert done.loads.tolist() == [[1, 1], [0, 0], [0, 1], [1, 1]]
     assert done.loads_per_token(slice(1, None)) == 1.0
     assert done.hit_rate(trace.phase == DECODE) == 0.5
@@ -120,7 +123,7 @@ def test_slots_are_counted_as_the_memory_plan_does() -> None:
     assert slots_for(random_trace(0, 1, 3, 8, 2), 45) == 10  # of 24
 
 
-def check(trace: Trace, first: int, rows: list[tuple[int, Policy, float, float]]) -> None:
+def check(trace: Trace, first: int, rows: list[tuple[int, PolicyOf, float, float]]) -> None:
     """Figures as published, one decimal. Experts of one event have been used at the same time;
     which of them leaves first is not said, and moves the loads by less than a tenth."""
     for share, policy, hits, loads in rows:
@@ -129,9 +132,62 @@ def check(trace: Trace, first: int, rows: list[tuple[int, Policy, float, float]]
         assert done.loads_per_token(slice(first, None)) == pytest.approx(loads, abs=0.1)
 
 
-@needs_shared
+def decayed(routing: Routing, num_slots: int) -> DecayedFrequency:
+    return DecayedFrequency(routing.num_experts)
+
+
+def s3fifo(routing: Routing, num_slots: int) -> S3Fifo:
+    return S3Fifo(num_slots)
+
+
+def seeing(window: int) -> PolicyOf:
+    return lambda routing, num_slots: WindowedBelady(routing, window, 16.0)
+
+
+@pytest.mark.parametrize("num_slots", [8, 20, 30])
+def test_the_more_is_seen_the_fewer_loads(num_slots: int) -> None:
+    trace = random_trace(num_slots, 80, 4, 10, 3)
+    loads = {name: replay(trace, num_slots, make).loads.sum() for name, make in (
+        ("blind", decayed), ("some", seeing(4)), ("all", seeing(80)), ("belady", belady),
+    )}  # fmt: skip
+    assert loads["all"] == loads["belady"] <= loads["some"] <= loads["blind"]
+    assert loads["belady"] < loads["blind"]
+
+
+def test_s3fifo_by_hand() -> None:
+    """Ten slots, one of them the small queue's; an expert used again in it moves on, one that is
+    not leaves by the ghost queue, which brings it into the main queue the next time."""
+    policy, owner, none = S3Fifo(10), np.full(10, -1), np.empty(0, np.int64)
+
+    def want(expert: int) -> int:
+        """The expert that leaves for this one; -1: it has an empty slot or is there."""
+        gone = -1
+        if expert not in owner:
+            [slot] = policy.victims(owner, none, np.array([expert]))
+            gone, owner[slot] = int(owner[slot]), expert
+        policy.use(0, np.array([expert]))
+        return gone
+
+    assert [want(e) for e in range(10)] == [-1] * 10
+    assert want(0) == -1  # used again
+    assert want(10) == 1  # 0 went to the main queue, 1 was the next
+    assert [want(e) for e in (11, 12)] == [2, 3]
+    assert want(1) == 4  # known to the ghost queue, so behind 0 in the main queue
+    assert [want(e) for e in range(13, 20)] == [5, 6, 7, 8, 9, 10, 11]
+    assert 0 in owner and 1 in owner
+
+
+@pytest.mark.parametrize("num_slots", [3, 7, 16, 40])
+@pytest.mark.parametrize("policy", [decayed, s3fifo, seeing(2)])
+def test_no_policy_is_better_than_belady(policy: PolicyOf, num_slots: int) -> None:
+    trace = random_trace(num_slots, 60, 4, 10, 3)
+    loads = replay(trace, num_slots, policy).loads.sum()
+    assert replay(trace, num_slots, belady).loads.sum() <= loads
+    assert (loads < trace.experts.size) == (num_slots > 3)
+
+
 def test_published_figures_of_qwen3() -> None:
-    trace = read_route_csv(SHARED / "qwen3-gptoss-gemma" / "qwen.route.csv")
+    trace = open_trace("qwen3")
     trace = trace.select(trace.phase == DECODE)
     assert len(trace) == 128
     check(
