@@ -37,6 +37,7 @@ from seqmoe_kernels import (
     expert_mlp,
     fetch,
     linears,
+    normed_linear,
     resolve,
     rms_norm,
     sample,
@@ -139,7 +140,7 @@ def matrix_cases() -> Iterator[Case]:
     calls = [lambda g=g: linears(mixed, g, None, x) for g in groups]
     yield Case("o and residual (fp8)", QUERIES * HIDDEN + QUERIES * HIDDEN // 4096, calls)
     weights = random_matrices(EXPERTS, HIDDEN, BF16)
-    calls = [lambda w=w: linears(x, [Matrix(w)], norm) for w in weights]
+    calls = [lambda w=w: normed_linear(x, norm, Matrix(w)) for w in weights]
     yield Case("norm, router (bf16)", 2 * EXPERTS * HIDDEN, calls)
     weights = random_matrices(VOCAB, HIDDEN, BF16)
     calls = [lambda w=w: linears(x, [Matrix(w)]) for w in weights]
@@ -148,16 +149,15 @@ def matrix_cases() -> Iterator[Case]:
 
 def expert_cases(slots: torch.Tensor) -> Iterator[Case]:
     x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
-    norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
     orders = orders_of_slots()
     part = TOP_K * (PART + SCALES)
-    calls = [lambda p=p: gate_up_triton(x, norm, slots, p, FORMAT) for p in orders]
-    yield Case("experts: norm, gate, up", 2 * part, calls)
+    calls = [lambda p=p: gate_up_triton(x, slots, p, FORMAT) for p in orders]
+    yield Case("experts: gate, up", 2 * part, calls)
     calls = [lambda p=p: down_triton(act, slots, p, shares, x, FORMAT) for p in orders]
     yield Case("experts: down, sum, residual", part, calls)
-    calls = [lambda p=p: expert_mlp(x, norm, slots, p, shares, FORMAT) for p in orders]
+    calls = [lambda p=p: expert_mlp(x, x, slots, p, shares, FORMAT) for p in orders]
     yield Case("experts", 3 * part, calls)
 
 

@@ -20,7 +20,7 @@ from seqmoe_kernels.formats import (
     PoolState,
 )
 from seqmoe_kernels.fp8 import dequantize
-from seqmoe_kernels.gemv import Matrix, linear, linears
+from seqmoe_kernels.gemv import Matrix, linear, linears, normed_linear
 from seqmoe_kernels.lookup import Resolved, resolve
 from seqmoe_kernels.mixture import combine
 from seqmoe_kernels.norm import Norm, rms_norm
@@ -61,6 +61,7 @@ __all__ = [
     "fetch",
     "linear",
     "linears",
+    "normed_linear",
     "publish",
     "read_entry",
     "resolve",

@@ -34,6 +34,8 @@ from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.rope import Rotation, rotary_reference
 
 SPAN = 128  # the fewest positions of a span; multiples of it in contexts beyond MAX_SPANS of them
+TILE = 128  # positions that a program has on its way at once, at most
+NUM_WARPS = 8
 MAX_SPANS = 32  # per KV head, so that merging them is one read
 MAX_PROGRAMS = 128  # of all KV heads: about as many as run side by side on a large GPU
 MERGED_ELEMENTS = 2**15  # that a program can hold while it merges
@@ -105,21 +107,22 @@ def _attention_step_kernel(
     q_gain = gains(q_norm, q_at, i, q_mask, D, Q_NORM)
     k_gain = gains(k_norm, k_at, i, k_mask, D, K_NORM)
 
-    wait_for_inputs(PDL)
     here = tl.load(position).to(tl.int32)
-    query = halves(q, q_at + i[None, :], q_mask, D)
-    key = halves(k, k_at + i[None, :], k_mask, D)
-    new_value = tl.load(v + kv_head * D + d, mask=d < D, other=0)
     length = SPAN * tl.cdiv(here + 1, SPAN * SPANS)
     first = tl.program_id(1) * length
     if first > here:
+        wait_for_inputs(PDL)  # a kernel that has ended stands for all before it
         return
     end = tl.minimum(first + length, here)  # of what is in the KV state already
     row = first + tl.arange(0, TILE)
-    # On its way while the heads are rotated, as each next tile is while one is attended to.
+    # On its way while the projections are computed, as each next tile is while one is attended to.
     ahead = tile(keys, values, row, end, i, d, kv_head, num_kv_heads, D)
     angle = here.to(tl.float32) * frequency
     cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    wait_for_inputs(PDL)
+    query = halves(q, q_at + i[None, :], q_mask, D)
+    key = halves(k, k_at + i[None, :], k_mask, D)
+    new_value = tl.load(v + kv_head * D + d, mask=d < D, other=0)
     query = rotated(query, norm_factor(q, query, eps, D, Q_NORM), q_gain, cos, sin)
     key = rotated(key, norm_factor(k, key, eps, D, K_NORM), k_gain, cos, sin)
 
@@ -235,11 +238,11 @@ def attention_step_triton(
         0 if rotation.k_norm is None else rotation.k_norm.numel(),
         SPAN,
         spans,
-        32 if wide else min(SPAN, 2**13 // block_half),
+        32 if wide else min(TILE, 2**13 // block_half),
         max(triton.next_power_of_2(group), 16),
         block_half,
         _operand(q.dtype),
-        num_warps=8,
+        num_warps=NUM_WARPS,
         num_stages=1,  # the loop reads ahead by itself
         enable_fp_fusion=True,
         **pdl_options(q.device),

@@ -1,7 +1,7 @@
 """The experts of one token, from the records that lie in slots: two matrix-vector kernels.
 
-The first normalises, multiplies with gate and up of all chosen experts and activates; the second
-multiplies with down, adds up the experts in the router's order, and adds the residual stream.
+The first multiplies with gate and up of all chosen experts and activates; the second multiplies
+with down, adds up the experts with their weights, and adds the residual stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_kernels.fp8 import BLOCK, kernel_codes
 from seqmoe_kernels.gemv import block_row, chunk_sums, dot_rows, load_tile, unbiased
 from seqmoe_kernels.mixture import combine_reference
-from seqmoe_kernels.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.tiling import Tiling, tiling_for
 
@@ -25,13 +24,12 @@ _BLOCK = tl.constexpr(BLOCK)
 
 def expert_mlp_reference(
     x: torch.Tensor,
-    norm: Norm,
+    h: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
-    h = rms_norm_reference(x, *norm)
     pairs = torch.empty((1, len(pair_slots), fmt.hidden), device=x.device)
     expert_pairs(h, slots, pair_slots.unsqueeze(0), fmt, pairs)
     return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
@@ -39,9 +37,7 @@ def expert_mlp_reference(
 
 @triton.jit
 def _gate_up_kernel(
-    x,
-    gain,
-    eps,
+    h,
     weights,
     scales,
     pair_slots,
@@ -57,7 +53,6 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -69,11 +64,10 @@ def _gate_up_kernel(
     row = first + lane // 2
     starts = slot * slot_weights + GATE + lane % 2 * (UP - GATE) + row * H
     ahead = load_tile(weights, starts, row < I, tl.arange(0, BLOCK_K), H)
-    inv_rms = inverse_rms(x, eps, H, BLOCK_H)
     of_slot = scales + slot * slot_scales + block_row(first, H)
     of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
     both = dot_rows(
-        ahead, weights, starts, row < I, x, gain, inv_rms, of_gate, of_up, H, BLOCK_K, TILES, True
+        ahead, weights, starts, row < I, h, h, 0.0, of_gate, of_up, H, BLOCK_K, TILES, False
     )
     gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
     value = gate / (1 + tl.exp(-gate)) * up
@@ -84,22 +78,25 @@ def _gate_up_kernel(
 @triton.jit
 def _down_tile(
     weights,
-    slot,
+    pair_slots,
     row,
     chunk,
-    inside,
     slot_weights,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     DOWN: tl.constexpr,
+    LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Chunks of rows [ROWS, chunks, CHUNK]; `chunk` [chunks] counts columns through all experts."""
-    start = slot.to(tl.int64) * slot_weights + DOWN + chunk % I
+    """Chunks of rows [ROWS, chunks, CHUNK], and the slot that each chunk lies in; `chunk` [chunks]
+    counts columns through all experts, LENGTH of them."""
+    inside = chunk < LENGTH
+    slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=inside, other=0), 0).to(tl.int64)
+    start = slot * slot_weights + DOWN + chunk % I
     at = start[None, :, None] + (row * I)[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
     at = tl.max_contiguous(tl.multiple_of(at, [1, 1, CHUNK]), [1, 1, CHUNK])
     mask = (row < H)[:, None, None] & inside[None, :, None]
-    return tl.load(weights + at, mask=mask, other=0.0)
+    return tl.load(weights + at, mask=mask, other=0.0), slot
 
 
 @triton.jit
@@ -133,26 +130,41 @@ def _down_kernel(
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     LENGTH: tl.constexpr = TOP_K * I
     of_rows = scales + DOWN_SCALE + block_row(first, I)
-    chunk = tl.arange(0, CHUNKS) * CHUNK
-    slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=chunk < LENGTH, other=0), 0)
-    ahead = _down_tile(weights, slot, row, chunk, chunk < LENGTH, slot_weights, H, I, DOWN, CHUNK)
+    first_chunk = tl.arange(0, CHUNKS) * CHUNK
     total = tl.zeros((ROWS, CHUNKS), tl.float32)
+    # Up to three tiles are on their way.
+    tile_0, slot_0 = _down_tile(
+        weights, pair_slots, row, first_chunk, slot_weights, H, I, DOWN, LENGTH, CHUNK
+    )
+    tile_1, slot_1, tile_2, slot_2 = tile_0, slot_0, tile_0, slot_0
+    if BLOCK_K < LENGTH:
+        tile_1, slot_1 = _down_tile(
+            weights, pair_slots, row, first_chunk + BLOCK_K, slot_weights, H, I, DOWN, LENGTH, CHUNK
+        )
     for start in tl.static_range(0, LENGTH, BLOCK_K):
-        tile, here, slot_here, inside = ahead, chunk, slot, chunk < LENGTH
-        if start + BLOCK_K < LENGTH:
-            chunk += BLOCK_K
-            following = chunk < LENGTH
-            slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=following, other=0), 0)
-            ahead = _down_tile(
-                weights, slot, row, chunk, following, slot_weights, H, I, DOWN, CHUNK
+        chunk = first_chunk + start
+        if start + 2 * BLOCK_K < LENGTH:
+            tile_2, slot_2 = _down_tile(
+                weights,
+                pair_slots,
+                row,
+                chunk + 2 * BLOCK_K,
+                slot_weights,
+                H,
+                I,
+                DOWN,
+                LENGTH,
+                CHUNK,
             )
+        inside = chunk < LENGTH
         value = tl.load(
-            act + here[:, None] + tl.arange(0, CHUNK)[None, :], mask=inside[:, None], other=0.0
+            act + chunk[:, None] + tl.arange(0, CHUNK)[None, :], mask=inside[:, None], other=0.0
         ).to(tl.float32)
-        factor = tl.load(pair_weights + here // I, mask=inside, other=0.0)
+        factor = tl.load(pair_weights + chunk // I, mask=inside, other=0.0)
         if dtype.primitive_bitwidth == 8:
-            factor *= tl.load(of_rows + slot_here.to(tl.int64) * slot_scales + here % I // _BLOCK)
-        total += chunk_sums(tile, value) * unbiased(factor, dtype)[None, :]
+            factor *= tl.load(of_rows + slot_0 * slot_scales + chunk % I // _BLOCK)
+        total += chunk_sums(tile_0, value) * unbiased(factor, dtype)[None, :]
+        tile_0, slot_0, tile_1, slot_1 = tile_1, slot_1, tile_2, slot_2
     mixed = tl.sum(total, axis=1).to(out.dtype.element_ty).to(tl.float32)
     before = tl.load(residual + row, mask=row < H, other=0).to(tl.float32)
     tl.store(out + row, (before + mixed).to(out.dtype.element_ty), mask=row < H)
@@ -160,14 +172,14 @@ def _down_kernel(
 
 def check_expert_mlp(
     x: torch.Tensor,
-    norm: Norm,
+    h: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> None:
     check("x", x, FLOATS, (1, fmt.hidden), x.device)
-    check("norm.weight", norm.weight, x.dtype, (fmt.hidden,), x.device)
+    check("h", h, x.dtype, (1, fmt.hidden), x.device)
     check_slots(slots, fmt, x.device)
     check("pair_slots", pair_slots, torch.int32, (-1,), x.device)
     check("weights", weights, torch.float32, (len(pair_slots),), x.device)
@@ -181,8 +193,7 @@ def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, 
 
 
 def gate_up_triton(
-    x: torch.Tensor,
-    norm: Norm,
+    h: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
@@ -193,13 +204,11 @@ def gate_up_triton(
     size = fmt.weight_dtype.itemsize
     num_pairs = len(pair_slots)
     if tiling is None:  # a program reads two rows for each one that it writes
-        tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, x.device)
-        tiling = tiling._replace(rows=tiling.rows // 2)
-    act = torch.empty((num_pairs, fmt.inter), dtype=x.dtype, device=x.device)
+        tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, h.device)
+        tiling = tiling._replace(rows=tiling.rows // 2, num_warps=tiling.num_warps // 2)
+    act = torch.empty((num_pairs, fmt.inter), dtype=h.dtype, device=h.device)
     _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
-        x,
-        norm.weight,
-        norm.eps,
+        h,
         weights,
         scales,
         pair_slots,
@@ -215,10 +224,9 @@ def gate_up_triton(
         tiling.rows,
         tiling.columns,
         tiling.tiles,
-        triton.next_power_of_2(fmt.hidden),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
-        **pdl_options(x.device),
+        **pdl_options(h.device),
     )
     return act
 
@@ -236,7 +244,8 @@ def down_triton(
     codes, scales = _typed_views(slots, fmt)
     num_pairs = len(pair_slots)
     if tiling is None:
-        tiling = tiling_for(fmt.hidden * num_pairs, fmt.inter, fmt.weight_dtype, act.device)
+        tiling = tiling_for(fmt.hidden, fmt.inter * num_pairs, fmt.weight_dtype, act.device)
+        tiling = Tiling(max(tiling.rows // 2, 2), min(tiling.columns, 2048), 1, 2)
     out = torch.empty_like(residual)
     _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows),)](
         act,
@@ -264,31 +273,32 @@ def down_triton(
 
 def expert_mlp_triton(
     x: torch.Tensor,
-    norm: Norm,
+    h: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
     check_kernel_device(x)
-    check_expert_mlp(x, norm, slots, pair_slots, weights, fmt)
-    act = gate_up_triton(x, norm, slots, pair_slots, fmt)
+    check_expert_mlp(x, h, slots, pair_slots, weights, fmt)
+    act = gate_up_triton(h, slots, pair_slots, fmt)
     return down_triton(act, slots, pair_slots, weights, x, fmt)
 
 
 def expert_mlp(
     x: torch.Tensor,
-    norm: Norm,
+    h: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
-    """Return x plus the sum over K of `weights` times down(silu(gate(h)) * up(h)), h = norm(x).
+    """Return x plus the sum over K of `weights` times down(silu(gate(h)) * up(h)).
 
-    `x` is [1, H], `slots` uint8 [S, R]; the K experts lie in the slots `pair_slots` (int32 [K]) and
-    weigh `weights` (f32 [K]). Products and their sums are f32; the activation and the sum over
-    the experts are rounded to the dtype of `x`. The bits do not depend on which slots they are.
+    `x` and `h` are [1, H], `slots` uint8 [S, R]; the K experts lie in the slots `pair_slots` (int32
+    [K]) and weigh `weights` (f32 [K]). Products and their sums are f32; the activation and the sum
+    over the experts are rounded to the dtype of `x`. The bits do not depend on which slots they
+    are.
     """
     run = expert_mlp_triton if x.is_cuda else expert_mlp_reference
-    return run(x, norm, slots, pair_slots, weights, fmt)
+    return run(x, h, slots, pair_slots, weights, fmt)

@@ -165,6 +165,7 @@ def _gemv_kernel(
     gain,
     eps,
     residual,
+    normed,
     out,
     weight,
     scale,
@@ -185,6 +186,7 @@ def _gemv_kernel(
     BLOCK_H: tl.constexpr,
     MATRICES: tl.constexpr,
     NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -208,6 +210,10 @@ def _gemv_kernel(
     inv_rms = 0.0
     if NORM:
         inv_rms = inverse_rms(x, eps, K, BLOCK_H)
+        if KEEP and tl.program_id(0) == 0:
+            column = tl.arange(0, BLOCK_H)
+            value = _vector(x, gain, inv_rms, column, K, True)
+            tl.store(normed + column, value.to(normed.dtype.element_ty), mask=column < K)
     scales = scale + block_row(first, K)
     result = dot_rows(
         ahead, weight, starts, inside, x, gain, inv_rms, scales, scales, K, BLOCK_K, TILES, NORM
@@ -269,6 +275,7 @@ def _one_token(
     norm: Norm | None,
     residual: torch.Tensor | None,
     tiling: Tiling | None,
+    normed: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     cols, sizes = x.shape[1], [len(matrix.weight) for matrix in matrices]
     if cols % 16:
@@ -286,6 +293,7 @@ def _one_token(
         x if norm is None else norm.weight,
         0.0 if norm is None else norm.eps,
         x if residual is None else residual,
+        x if normed is None else normed,
         out,
         *arguments,
         cols,
@@ -295,6 +303,7 @@ def _one_token(
         triton.next_power_of_2(cols),
         len(matrices),
         norm is not None,
+        normed is not None,
         residual is not None,
         matrices[0].bias is not None,
         num_warps=tiling.num_warps,
@@ -328,3 +337,27 @@ def linear(
 ) -> torch.Tensor:
     """`linears` of one matrix."""
     return linears(x, (matrix,), norm, residual)[0]
+
+
+def normed_linear_reference(
+    x: torch.Tensor, norm: Norm, matrix: Matrix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = rms_norm_reference(x, *norm)
+    return h, linear_reference(h, matrix)
+
+
+def normed_linear_triton(
+    x: torch.Tensor, norm: Norm, matrix: Matrix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_kernel_device(x)
+    check_linears(x, [matrix], norm, None)
+    if x.shape[0] == 1:
+        h = torch.empty_like(x)
+        return h, _one_token(x, [matrix], norm, None, None, h)[0]
+    h = rms_norm(x, *norm)
+    return h, linears_triton(h, [matrix])[0]
+
+
+def normed_linear(x: torch.Tensor, norm: Norm, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return h = norm(x), [T, in], and `linear(h, matrix)`."""
+    return (normed_linear_triton if x.is_cuda else normed_linear_reference)(x, norm, matrix)

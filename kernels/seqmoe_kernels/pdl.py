@@ -1,8 +1,10 @@
 """Programmatic dependent launch: a kernel starts while the one before it still runs.
 
-Such a kernel may read ahead what no kernel writes (weights), and waits before it touches anything
-else. On the devices that cannot do it (and in the interpreter) the same kernels start one after
-the other.
+Such a kernel may read ahead what no kernel of the step writes (weights, the KV state before the new
+token, the position), and waits before it touches anything else. A kernel that is launched without
+it, as all of torch's are, stands between the kernels before it and those after it: the embedding
+does between two steps. On the devices that cannot do it (and in the interpreter) the same kernels
+start one after the other.
 """
 
 from __future__ import annotations

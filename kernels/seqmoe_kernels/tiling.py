@@ -18,16 +18,24 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
-    """A warp reads up to 512 bytes of a row at once; a program has as many rows as leave two
-    programs for every multiprocessor. Depends on shape, dtype and device alone, never on data or
-    on the pool: another tiling may round a sum differently."""
-    widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
-    columns = min(widths, key=lambda width: _padded(cols, width))
-    tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
+    """As many rows for a program as leave three programs for every multiprocessor. Programs of many
+    rows walk through them in narrow tiles, those of few have up to 4 KiB of each on its way
+    at once. Depends on shape, dtype and device alone, never on data or on the pool: another tiling
+    may round a sum differently."""
     rows = 16
-    while rows > 2 and num_rows < rows * 2 * _num_multiprocessors(device):
+    while rows > 2 and num_rows < rows * 3 * _num_multiprocessors(device):
         rows //= 2
-    return Tiling(rows, columns, tiles if cols > columns else 1, min(4, max(1, rows // 4)))
+    if rows == 16:
+        widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
+        columns = min(widths, key=lambda width: _padded(cols, width))
+        tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
+        return Tiling(rows, columns, tiles if cols > columns else 1, 4)
+    columns = min(4096 // weight_dtype.itemsize, max(_next_power_of_2(cols), 128))
+    return Tiling(rows, columns, 2 if cols > columns else 1, 4)
+
+
+def _next_power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from seqmoe_kernels import Matrix, Norm, Rotation, linear, linears, rms_norm
+from seqmoe_kernels import Matrix, Norm, Rotation, linear, linears, normed_linear, rms_norm
 from seqmoe_weights.config import ModelConfig
 
 
@@ -32,10 +32,10 @@ class Experts(Protocol):
     """The routed experts, wherever they are."""
 
     def __call__(
-        self, layer: int, x: torch.Tensor, norm: Norm, logits: torch.Tensor
+        self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """x [T, H] plus the weighted sum of the experts that the router's `logits`
-        [T, num_experts] choose, over norm(x): [T, H]."""
+        [T, num_experts] choose, over h [T, H]: [T, H]."""
         ...
 
 
@@ -83,6 +83,12 @@ class Decoder(ABC):
     def projections(self, x: torch.Tensor, norm: str, *names: str) -> list[torch.Tensor]:
         """The named linear layers over norm(x), x [T, H]: [T, out] each."""
         return linears(x, [self.matrix(name) for name in names], self.norm(norm))
+
+    def normed_projection(
+        self, x: torch.Tensor, norm: str, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """h = norm(x), x [T, H], and the named linear layer over it."""
+        return normed_linear(x, self.norm(norm), self.matrix(name))
 
     def add_projection(self, residual: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
         """`residual` [T, H] plus the named linear layer of x [T, in]."""

@@ -19,8 +19,10 @@ class Mixtral(Decoder):
         mixed = attention(n, q, k, v, self.rotation())
         x = self.add_projection(x, f"{attn}.o_proj", mixed)
 
-        (logits,) = self.projections(x, between, f"{at}.block_sparse_moe.gate")  # [T, num_experts]
-        return experts(n, x, self.norm(between), logits)
+        h, logits = self.normed_projection(
+            x, between, f"{at}.block_sparse_moe.gate"
+        )  # logits [T, num_experts]
+        return experts(n, x, h, logits)
 
 
 DECODER = Mixtral

@@ -20,8 +20,8 @@ class Olmoe(Decoder):
         mixed = attention(n, q, k, v, self.rotation(f"{attn}.q_norm", f"{attn}.k_norm"))
         x = self.add_projection(x, f"{attn}.o_proj", mixed)
 
-        (logits,) = self.projections(x, between, f"{at}.mlp.gate")  # [T, num_experts]
-        return experts(n, x, self.norm(between), logits)
+        h, logits = self.normed_projection(x, between, f"{at}.mlp.gate")  # logits [T, num_experts]
+        return experts(n, x, h, logits)
 
 
 DECODER = Olmoe

@@ -10,13 +10,11 @@ from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_kernels import (
     ExpertFormat,
-    Norm,
     Routing,
     choose,
     combine,
     expert_mlp,
     expert_pairs,
-    rms_norm,
     route,
 )
 
@@ -40,16 +38,15 @@ class PooledExperts:
         self.replayed: ReplayedRouting | None = None  # chooses the experts of single tokens
 
     def __call__(
-        self, layer: int, x: torch.Tensor, norm: Norm, logits: torch.Tensor
+        self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """x [T, H], the router's logits [T, E] -> x plus its experts over norm(x), [T, H]."""
+        """x, h [T, H], the router's logits [T, E] -> x plus the chosen experts over h, [T, H]."""
         if x.shape[0] == 1:
-            return self._one(layer, x, norm, logits)
+            return self._one(layer, x, h, logits)
         num_experts, top_k, renormalize = self.routing
         ids, weights = route(logits, top_k, renormalize)
         if self.observer is not None:
             self.observer(layer, ids, weights)
-        h = rms_norm(x, *norm)
         pairs = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
         first = layer * num_experts
         for wave in self._waves(ids, first):
@@ -59,7 +56,9 @@ class PooledExperts:
             expert_pairs(h, self.pool.slots, slot_of[ids.long()], self.fmt, pairs)
         return x + combine(pairs, weights, h.dtype)
 
-    def _one(self, layer: int, x: torch.Tensor, norm: Norm, logits: torch.Tensor) -> torch.Tensor:
+    def _one(
+        self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
         """One token: its K experts are distinct and fit any pool, and nothing is waited for."""
         recorded = None if self.replayed is None else self.replayed.recorded
         chosen = choose(logits, layer, self.routing, self.pool.state, recorded)
@@ -67,7 +66,7 @@ class PooledExperts:
             ids = chosen.wanted - layer * self.routing.num_experts
             self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
         slots = self.pool.fetch(chosen.wanted, chosen.resolved)
-        return expert_mlp(x, norm, self.pool.slots, slots, chosen.weights, self.fmt)
+        return expert_mlp(x, h, self.pool.slots, slots, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
         """The distinct experts of many tokens in groups that fit the pool, residents first."""

@@ -20,7 +20,7 @@ from seqmoe_kernels.choice import RecordedIds, Routing, choose_triton
 from seqmoe_kernels.expert_mlp import expert_mlp_triton
 from seqmoe_kernels.formats import ExpertFormat, PoolState
 from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gemv import Matrix, linears_triton
+from seqmoe_kernels.gemv import Matrix, linears_triton, normed_linear_triton
 from seqmoe_kernels.lookup import resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import Norm, rms_norm_triton
@@ -86,9 +86,10 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     x, norm = real(1, HIDDEN), Norm(real(HIDDEN), 1e-6)
     linears_triton(x, [matrix] * 3, norm)
     linears_triton(x, [matrix], None, real(1, 4096))
+    normed_linear_triton(x, norm, matrix)
     fmt = expert_format(weight_dtype)
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
-    expert_mlp_triton(x, norm, slots, tensor(TOP_K), f32(TOP_K), fmt)
+    expert_mlp_triton(x, x, slots, tensor(TOP_K), f32(TOP_K), fmt)
 
 
 def call_residency_kernels() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import ExpertFormat, Norm, expert_mlp, expert_pairs, rms_norm
+from seqmoe_kernels import ExpertFormat, expert_mlp, expert_pairs
 from seqmoe_kernels.expert_mlp import expert_mlp_reference, expert_mlp_triton
 from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
 
@@ -119,21 +119,19 @@ def test_one_token(
     weight_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
-    """x plus the weighted sum of experts over norm(x); three experts, which is no power of two."""
+    """x plus the weighted sum of experts over h; three experts, which is no power of two."""
     fmt = expert_format(hidden, inter, weight_dtype)
     slots, weights = random_slots(gen, fmt, 4)
     x = torch.randn((1, hidden), generator=gen).to(dtype)
-    gain = (torch.rand(hidden, generator=gen) + 0.5).to(dtype)
+    h = torch.randn((1, hidden), generator=gen).to(dtype)
     shares = torch.tensor([0.5, 0.2, 0.3])
     assert callable(run)
     where = torch.device("cpu") if run is expert_mlp_reference else device
     order = torch.tensor([2, 0, 3], dtype=torch.int32)
-    norm = Norm(gain.to(where), 1e-5)
-    got = run(x.to(where), norm, slots.to(where), order.to(where), shares.to(where), fmt)
+    got = run(x.to(where), h.to(where), slots.to(where), order.to(where), shares.to(where), fmt)
     assert got.dtype == dtype
-    h = rms_norm(x, gain, 1e-5)[0]
     mixed = sum(
-        share * plain(h, weights[slot]) for share, slot in zip(shares, (2, 0, 3), strict=True)
+        share * plain(h[0], weights[slot]) for share, slot in zip(shares, (2, 0, 3), strict=True)
     )
     error = (got.cpu().double()[0] - x.double()[0] - mixed).norm()
     limit = tolerance(dtype, device) * (2 * mixed.norm() + x.double().norm())
@@ -151,14 +149,13 @@ def test_bits_of_one_token_do_not_depend_on_the_slots(
 ) -> None:
     fmt = expert_format(144, 32, weight_dtype)
     slots, _ = random_slots(gen, fmt, 5)
-    x, norm = torch.randn((1, 144), generator=gen).to(dtype), torch.ones(144, dtype=dtype)
+    x, h = torch.randn((2, 1, 144), generator=gen).to(dtype)
     shares = torch.tensor([0.6, 0.4], device=device)
     assert callable(run)
 
     def bits(rows: torch.Tensor, *order: int) -> torch.Tensor:
         at = torch.tensor(order, dtype=torch.int32, device=device)
-        at_norm = Norm(norm.to(device), 1e-6)
-        out: torch.Tensor = run(x.to(device), at_norm, rows.to(device), at, shares, fmt)
+        out: torch.Tensor = run(x.to(device), h.to(device), rows.to(device), at, shares, fmt)
         return out
 
     expected = bits(slots, 1, 4)
@@ -234,7 +231,7 @@ def test_expert_mlp_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     fmt = expert_format(128, 128, torch.bfloat16)
     slots, _ = random_slots(gen, fmt, 2)
     x = torch.randn((1, 128), generator=gen).bfloat16()
-    norm, shares = Norm(torch.ones_like(x[0]), 1e-6), torch.tensor([0.9, 0.1])
+    shares = torch.tensor([0.9, 0.1])
     at = torch.tensor([1, 0], dtype=torch.int32)
-    expected = expert_mlp_reference(x, norm, slots, at, shares, fmt)
-    assert torch.equal(expert_mlp(x, norm, slots, at, shares, fmt), expected)
+    expected = expert_mlp_reference(x, x, slots, at, shares, fmt)
+    assert torch.equal(expert_mlp(x, x, slots, at, shares, fmt), expected)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import Matrix, Norm, dequantize, linear, linears
+from seqmoe_kernels import Matrix, Norm, dequantize, linear, linears, normed_linear
 from seqmoe_kernels.fp8 import dequantize_reference, dequantize_triton, num_blocks
-from seqmoe_kernels.gemv import linear_reference, linears_reference, linears_triton
+from seqmoe_kernels.gemv import (
+    linear_reference,
+    linears_reference,
+    linears_triton,
+    normed_linear_triton,
+)
 from seqmoe_kernels.tiling import Tiling
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272)]
@@ -191,6 +196,23 @@ def test_several_matrices_after_one_norm(
         size = size.float() + (0 if matrix.bias is None else matrix.bias.float().abs())
         worst = ((out.cpu().float() - reference.float()).abs() / size).max()
         assert worst <= UNITS[dtype], f"off by {worst} of the terms' magnitude"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_normed_input_comes_with_the_product(
+    device: torch.device, gen: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn((tokens, 208), generator=gen).mul(3).to(dtype)
+    norm = Norm((torch.rand(208, generator=gen) + 0.5).to(dtype), 1e-6)
+    (matrix,) = random_matrices(gen, 208, [40], dtype, False, False)
+    moved = Norm(norm.weight.to(device), norm.eps)
+    h, product = normed_linear_triton(x.to(device), moved, on(device, matrix))
+    expected = normed_linear(x, norm, matrix)
+    for got, reference in zip((h, product), expected, strict=True):
+        torch.testing.assert_close(
+            got.cpu(), reference, rtol=UNITS[dtype] * 2, atol=0.3 * (dtype == torch.bfloat16) + 1e-4
+        )
 
 
 def norm_by_hand(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -56,7 +56,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     fp8 = square.to(torch.float8_e4m3fn)
     slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    out, one, norm = torch.zeros(1, 1, 64), torch.ones(1), Norm(x[0], 1e-6)
+    out, one = torch.zeros(1, 1, 64), torch.ones(1)
     short = RecordedIds(ints(0).view(1, 1, 1), torch.zeros(1).long())
     kv = torch.zeros(8, 2, 32)
     records = torch.zeros(3, 40, dtype=torch.uint8)
@@ -102,11 +102,11 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
             "24 x 64",
-            lambda: expert_mlp_triton(x, norm, slots, ints(0), one, FMT._replace(inter=24)),
+            lambda: expert_mlp_triton(x, x, slots, ints(0), one, FMT._replace(inter=24)),
         ),
         (
             "4104",
-            lambda: expert_mlp_triton(x, norm, slots, ints(0), one, FMT._replace(up=4104)),
+            lambda: expert_mlp_triton(x, x, slots, ints(0), one, FMT._replace(up=4104)),
         ),
         ("torch.int32", lambda: combine_triton(out, torch.zeros(1, 1), torch.int32)),
         ("[1, 2]", lambda: combine_triton(out, torch.zeros(1, 2), torch.float32)),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from seqmoe_cli.engine.engine import expert_format
 from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool
-from seqmoe_kernels import Norm, Routing, rms_norm, route
+from seqmoe_kernels import Routing, route
 from seqmoe_weights.layout import RecordLayout
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 2, 8, 3, 32, 48
@@ -52,15 +52,15 @@ def plain_mixture(
 def test_waves_add_up(num_tokens: int) -> None:
     layout = RecordLayout.for_experts(HIDDEN, INTER, "F32")
     records = make_records(layout)
-    x, norm = torch.randn(num_tokens, HIDDEN), Norm(torch.rand(HIDDEN) + 0.5, 1e-6)
+    x, h = torch.randn(2, num_tokens, HIDDEN)
     logits = torch.randn(num_tokens, EXPERTS)
     ids, weights = route(logits, TOP_K, True)
-    expected = x + plain_mixture(records, layout, 1, rms_norm(x, *norm), ids, weights)
+    expected = x + plain_mixture(records, layout, 1, h, ids, weights)
     outs = []
     for num_slots in (TOP_K, 5, LAYERS * EXPERTS):
         pool = ExpertPool(num_slots, records, CPU)
         experts = PooledExperts(pool, expert_format(layout), Routing(EXPERTS, TOP_K, True))
-        experts(0, x, norm, logits)  # another layer's experts are in the pool first
-        outs.append(experts(1, x, norm, logits))
+        experts(0, x, h, logits)  # another layer's experts are in the pool first
+        outs.append(experts(1, x, h, logits))
     torch.testing.assert_close(outs[0], expected, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(out, outs[0]) for out in outs)
