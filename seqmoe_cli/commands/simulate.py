@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -265,9 +265,10 @@ def _table(rows: Iterator[Row]) -> Table:
 
     from seqmoe_cli.replay.rows import COLUMNS, NUM_TEXT_COLUMNS
 
-    table = Table(box=None, header_style="bold", padding=(0, 1))
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
     for i, (title, _) in enumerate(COLUMNS):
-        table.add_column(title, justify="left" if i < NUM_TEXT_COLUMNS else "right")
+        side: Literal["left", "right"] = "left" if i < NUM_TEXT_COLUMNS else "right"
+        table.add_column(title.replace("/", " /"), justify=side, no_wrap=side == "left")
     for row in rows:
         table.add_row(*(cell(row) for _, cell in COLUMNS))
     return table

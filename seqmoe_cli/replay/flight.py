@@ -13,7 +13,6 @@ from seqmoe_cli.replay.table import SlotTable
 from seqmoe_cli.residency.policies import ONE, Ints, Policy
 from seqmoe_cli.residency.schedule import schedule
 
-
 _NONE = np.empty(0, np.int64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from seqmoe_cli.replay.link import Link
 from seqmoe_cli.replay.replay import Replayed
@@ -88,17 +89,17 @@ class Row:
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("trace", lambda row: row.trace),
+    ("trace", lambda row: Path(row.trace).name),
     ("pool", lambda row: row.pool),
     ("policy", lambda row: row.policy),
     ("prefetch", lambda row: row.prefetch),
     ("hit %", lambda row: f"{100 * row.hit_rate:.1f}"),
     ("on time %", lambda row: f"{100 * row.on_time_hit_rate:.1f}"),
     ("loads/tok", lambda row: f"{row.loads_per_token:.1f}"),
-    ("prefetched", lambda row: f"{row.prefetches_per_token:.1f}"),
+    ("ahead/tok", lambda row: f"{row.prefetches_per_token:.1f}"),
     ("used %", lambda row: _share(row.num_used_prefetches, row.num_prefetches)),
     ("MB/tok", lambda row: f"{row.loaded_bytes / row.num_tokens / 1e6:.0f}"),
-    ("stall ms/tok", lambda row: f"{row.stall_ms:.2f}"),
+    ("stall ms", lambda row: f"{row.stall_ms:.2f}"),
     ("% of full load", lambda row: f"{100 * row.share_of_full_load:.0f}"),
     ("gap %", lambda row: "" if row.gap_recovered is None else f"{100 * row.gap_recovered:.0f}"),
 )

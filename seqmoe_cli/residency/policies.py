@@ -76,9 +76,9 @@ DOUBLING = 1 << 16  # score units in which a decayed count doubles
 CLOCK_START = 1 << 26  # 1024 doublings: so far above 0 that "never used" counts as nothing
 _GAP_SHIFT = 8  # the table has 256 entries for a doubling
 LOG2_1P = np.round(
-    DOUBLING * np.log2(1 + np.exp2(-(np.arange(17 << _GAP_SHIFT) + 0.5) / (1 << _GAP_SHIFT)))
+    DOUBLING * np.log2(1 + np.exp2(-(np.arange(18 << _GAP_SHIFT) + 0.5) / (1 << _GAP_SHIFT)))
 ).astype(np.int64)
-"""log2(1 + 2^-gap) in score units, for a gap in steps of 1/256 doubling; 0 behind its end."""
+"""log2(1 + 2^-gap) in score units, for a gap in steps of 1/256 doubling; its last entry is 0."""
 
 
 class DecayedFrequency(ScoredPolicy):
@@ -91,7 +91,7 @@ class DecayedFrequency(ScoredPolicy):
 
         tick  = round(DOUBLING / half_life), at least 1
         now   = CLOCK_START + token * tick
-        score = max(score, now) + LOG2_1P[|score - now| >> 8]    (+ 0 behind the table's end)
+        score = max(score, now) + LOG2_1P[|score - now| >> 8]    (its last entry behind its end)
     """
 
     def __init__(self, num_experts: int, half_life: float = HALF_LIFE) -> None:

@@ -1,0 +1,193 @@
+"""Prefetch in a replay: accuracy of what is simulated, what perfect knowledge gives, and a table
+that stays whole whatever is prefetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from seqmoe_cli.forecast.shipped import open_trace
+from seqmoe_cli.replay.flight import Flight, Prefetching
+from seqmoe_cli.replay.forecasts import Blurred, Decayed, Persistence, Popularity
+from seqmoe_cli.replay.link import Link, LinkClock
+from seqmoe_cli.replay.policies import Routing, belady, lru
+from seqmoe_cli.replay.prefetch import Candidates, FullPrefetch, LookAhead, OraclePrefetch
+from seqmoe_cli.replay.replay import replay
+from seqmoe_cli.replay.table import SlotTable
+from seqmoe_cli.residency.policies import ONE, Blend, ForecastEviction
+from tests.replay.test_replay import random_trace
+
+FAST = Link(fetch_bytes_per_s=1e15, dma_bytes_per_s=1e15, launch_s=0.0, delay_s=0.0)
+SLOW = Link(delay_s=0.0, layer_s=1e-6)  # a copy takes as long as 90 layers
+
+
+def routing() -> Routing:
+    return Routing(open_trace("qwen3"))
+
+
+@pytest.mark.parametrize(("recall", "precision"), [(0.9, 0.6), (0.5, 0.33), (1.0, 1.0)])
+def test_blurred_truth_has_the_accuracy_that_is_asked_for(recall: float, precision: float) -> None:
+    real = routing()
+    forecast = Blurred(real, [recall] * 4, [precision] * 4)
+    events = real.events.reshape(-1, real.num_layers, real.trace.top_k)
+    named = [set(forecast.named(step, 0).tolist()) for step in range(20, len(events))]
+    used = [set(step.ravel().tolist()) for step in events[20:]]
+    right = sum(len(a & b) for a, b in zip(named, used, strict=True))
+    assert right / sum(map(len, used)) == pytest.approx(recall, abs=0.02)
+    assert right / sum(map(len, named)) == pytest.approx(precision, abs=0.03)
+    assert forecast(5)[0].max() == round(precision * ONE)
+
+
+def test_what_is_named_from_afar_is_named_from_nearer() -> None:
+    forecast = Blurred(routing(), [0.9, 0.6, 0.5, 0.4], [0.5] * 4)
+    events = routing().events.reshape(129, -1)
+    far, near = (set(forecast.named(30, window)) & set(events[30]) for window in (3, 0))
+    assert far < near
+
+
+def test_look_ahead_has_the_accuracy_that_is_asked_for() -> None:
+    """Against the misses of a pool in which every third expert has no slot."""
+    real = routing()
+    look_ahead = LookAhead(real, [(0.8, 0.7), (0.6, 0.4)])
+    absent = np.arange(real.num_experts) % 3 == 0
+    named, right, missed = np.zeros((3, 2))
+    for event in range(len(real.events) - 2):
+        missing = [set(e[absent[e]].tolist()) for e in real.events[event + 1 : event + 3]]
+        found = look_ahead.candidates(event, absent)
+        look_ahead.missed(event, int(absent[real.events[event]].sum()))
+        if event % 48 > 45 or event < 480:
+            continue
+        for ahead in (1, 2):
+            names = set(found.experts[found.due == event + ahead].tolist())
+            named[ahead - 1] += len(names)
+            right[ahead - 1] += len(names & missing[ahead - 1])
+            missed[ahead - 1] += len(missing[ahead - 1])
+    assert right / missed == pytest.approx([0.8, 0.6], abs=0.02)
+    assert right / named == pytest.approx([0.7, 0.4], abs=0.04)
+    assert not len(look_ahead.candidates(47, absent).experts)  # not into the next token
+
+
+def test_counts_forecast_what_they_have_seen() -> None:
+    real = Routing(random_trace(2, 30, 3, 10, 2))
+    steps = real.events.reshape(30, -1)
+    assert set(np.flatnonzero(Persistence(real)(7)[0])) == set(steps[6])
+    popular = Popularity(real)(20)
+    assert popular[0].tolist() == [int((steps[:20] == e).sum()) * ONE // 20 for e in range(30)]
+    assert popular[3].tolist() == (4 * popular[0]).tolist()
+    decayed = Decayed(real, 4.0)(20)[0] / ONE
+    exact = [
+        sum(2 ** (-(20 - n) / 4) for n in range(20) if e in steps[n]) * (1 - 2 ** (-1 / 4))
+        for e in range(30)
+    ]
+    assert decayed == pytest.approx(exact, abs=0.01)
+    assert not Persistence(real)(0).any() and not Popularity(real)(0).any()
+
+
+def test_who_knows_the_future_misses_nothing_but_the_first_event() -> None:
+    real = Routing(random_trace(1, 40, 6, 20, 3))
+    rules = Prefetching(OraclePrefetch(real), in_flight=64, budget=10_000)
+    done = replay(real, 60, belady, FAST, rules)
+    assert done.loads.sum() == done.loads[0, 0] == 3
+    assert done.used.sum() == done.copies.sum() > 0
+    assert done.hit_rate(slice(1, None)) == 1
+
+
+def test_nothing_is_asked_for_that_cannot_be_in_time() -> None:
+    real = Routing(random_trace(1, 40, 6, 20, 3))
+    done = replay(real, 60, lru, SLOW, Prefetching(OraclePrefetch(real)))
+    assert done.copies.sum() == 0
+    assert done.loads.tolist() == replay(real, 60, lru).loads.tolist()
+
+
+def test_a_late_copy_is_a_miss() -> None:
+    """Half a fetch of lateness is allowed: such copies are waited for, and shorten the stall."""
+    real = routing()
+    strict, loose = (
+        replay(
+            real, 1536, lru, Link(layer_s=15e-6, delay_s=0.0),
+            Prefetching(LookAhead(real, [(1.0, 1.0)] * 6), slack=slack),
+        )
+        for slack in (0.0, 0.9)
+    )  # fmt: skip
+    on_demand = replay(real, 1536, lru)
+    assert loose.late.sum() > 0
+    assert loose.stall_s.sum() < strict.stall_s.sum() <= on_demand.stall_s.sum()
+    hits = loose.loads.size * loose.top_k - loose.loads.sum() - loose.late.sum()
+    assert loose.hit_rate(slice(None)) == pytest.approx(hits / (loose.loads.size * loose.top_k))
+
+
+@pytest.mark.parametrize("source", ["lookahead", "full"])
+def test_prefetch_turns_misses_into_hits(source: str) -> None:
+    real = routing()
+    blend = Blend(real.num_experts, Blurred(real, [0.7] * 4, [0.5] * 4))
+    look_ahead = LookAhead(real, [(0.75, 0.68), (0.67, 0.55), (0.61, 0.46), (0.57, 0.4)])
+    full = FullPrefetch(real, look_ahead, blend, 0.25)
+    rules = Prefetching(look_ahead if source == "lookahead" else full)
+    done = replay(
+        real, 2764, lambda *_: ForecastEviction(real.num_layers, blend), None, rules, blend
+    )
+    on_demand = replay(real, 2764, lru)
+    counted = slice(64, None)
+    assert done.hit_rate(counted) > on_demand.hit_rate(counted) + 0.005
+    assert done.stall_s[counted].sum() < on_demand.stall_s[counted].sum()
+    assert 0 < done.used.sum() <= done.copies.sum()
+    assert done.copies.max() <= rules.budget
+
+
+class AnyPrefetch:
+    """Names absent experts at random, for events at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def missed(self, event: int, num: int) -> None:
+        pass
+
+    def candidates(self, event: int, absent: NDArray[np.bool_]) -> Candidates:
+        experts = self._rng.permutation(np.flatnonzero(absent))[:4]
+        due = event + self._rng.integers(1, 9, len(experts))
+        return Candidates(experts, self._rng.integers(1, ONE, len(experts)), due)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 999), st.integers(3, 24), st.sampled_from([1e-6, 3e-5, 1e-3]),
+    st.sampled_from([0.0, 9e-5]),
+)  # fmt: skip
+def test_the_table_stays_whole(seed: int, num_slots: int, layer_s: float, delay_s: float) -> None:
+    real = Routing(random_trace(seed, 12, 4, 6, 3))
+    policy, table = lru(real, num_slots), SlotTable(num_slots, real.num_experts)
+    clock = LinkClock(Link(layer_s=layer_s, delay_s=delay_s))
+    rules = Prefetching(AnyPrefetch(seed), in_flight=3, least=0.0, slack=0.9)
+    flight = Flight(table, clock, policy, rules, 3)
+    flight.start_token()
+    for event, wanted in enumerate(real.events):
+        flight.land()
+        waiting = flight.late(wanted)
+        kept = flight.barred()
+        owners = table.owner[kept].tolist()
+        _, loads = table.require(np.setdiff1d(wanted, waiting), policy, kept)
+        assert table.owner[kept].tolist() == owners  # nothing under way was given away
+        clock.fetch(len(loads))
+        flight.wait(waiting)
+        assert_whole(table, wanted.tolist(), clock)
+        flight.passed(event, wanted, waiting, loads)
+        policy.use(0, wanted)
+        asked = clock.now
+        flight.request(event, wanted, asked)
+        assert_whole(table, wanted.tolist(), clock)
+        clock.run(clock.now + layer_s)
+
+
+def assert_whole(table: SlotTable, wanted: Sequence[int], clock: LinkClock) -> None:
+    """Table and owners agree, the wanted have slots, a slot under way is in nobody's name."""
+    held = np.flatnonzero(table.slot_of >= 0)
+    assert table.owner[table.slot_of[held]].tolist() == held.tolist()
+    assert (table.slot_of[list(wanted)] >= 0).all()
+    under_way = {copy.slot for copy in (*clock.copies, *clock.landed)}
+    assert not under_way & set(table.slot_of[held].tolist())
