@@ -69,6 +69,9 @@ _Precision = Annotated[
     str | None,
     flag("--precision", metavar="LIST", help="The same; recall * K / (K + 3) if not given."),
 ]
+_Rare = Annotated[
+    float, _number("--rare", "X", 0.01, 1, "Both, for experts not used in 64 tokens, are X of it.")
+]
 _LookAhead = Annotated[
     str,
     typer.Option(
@@ -112,6 +115,7 @@ def simulate(
     forecast: _Forecast = "blurred",
     recall: _Recall = "0.7,0.6,0.5,0.45",
     precision: _Precision = None,
+    rare: _Rare = 0.5,
     look_ahead: _LookAhead = "0.751/0.680,0.669/0.550,0.613/0.461,0.573/0.399",
     window: _Window = 8,
     half_life: _HalfLife = 16.0,
@@ -161,6 +165,7 @@ def simulate(
         forecast=forecast,
         recall=_shares("--recall", recall),
         precision=_shares("--precision", precision) if precision else (),
+        rare=rare,
         half_life=half_life,
         discount=discount,
         window=window,

@@ -40,11 +40,12 @@ class Flight:
         self._most_barred = len(table.owner) - 2 * top_k  # every event finds victims
         self._coming: dict[int, Copy] = {}  # by expert, without those that nobody waits for
         self._promised: dict[int, list[int]] = {}  # by event: slots that are kept for it
-        self._fresh: set[int] = set()  # landed, and not wanted since
+        self._fresh: dict[int, int] = {}  # landed, not wanted since; when it was asked for
+        self._token = 0
         self._budget = 0
 
-    def start_token(self) -> None:
-        self._budget = self._rules.budget
+    def start_token(self, token: int) -> None:
+        self._token, self._budget = token, self._rules.budget
 
     def land(self) -> None:
         """Take note of the copies that have landed by now."""
@@ -53,7 +54,7 @@ class Flight:
                 self._table.vacate(np.array([copy.slot]))
             else:
                 self._table.slot_of[copy.expert] = copy.slot
-                self._fresh.add(copy.expert)
+                self._fresh[copy.expert] = copy.token
                 del self._coming[copy.expert]
         self._clock.landed.clear()
 
@@ -86,15 +87,13 @@ class Flight:
                 self._clock.run(self._clock.lands_at(self._coming[expert]))
                 self.land()
 
-    def passed(self, event: int, wanted: Ints, waiting: Sequence[int], loads: Ints) -> int:
-        """The event has its experts: how many were hits because of a prefetch in time."""
+    def passed(self, event: int, wanted: Ints, waiting: Sequence[int], loads: Ints) -> list[int]:
+        """The event has its experts: for each hit because of a prefetch in time, the token in which
+        that was asked for."""
         self._promised.pop(event, None)
-        if not self._fresh:
-            return 0
-        self._fresh.difference_update(waiting, loads.tolist())  # late, or evicted before this
-        used = self._fresh.intersection(wanted.tolist())
-        self._fresh -= used
-        return len(used)
+        late = {*waiting, *loads.tolist()}  # or landed, but evicted before this
+        tokens = [(e, self._fresh.pop(e)) for e in wanted.tolist() if e in self._fresh]
+        return [token for expert, token in tokens if expert not in late]
 
     def request(self, event: int, wanted: Ints, asked_s: float) -> int:
         """Start what is worth it behind an event that wanted these experts, as of a time; returns
@@ -127,7 +126,7 @@ class Flight:
         slot = self._policy.victims(self._table.owner, barred, np.array([expert]))
         self._table.vacate(slot)
         self._table.owner[slot] = expert
-        copy = Copy(expert, int(slot[0]), seen_s)
+        copy = Copy(expert, int(slot[0]), seen_s, self._token)
         self._clock.copies.append(copy)
         self._coming[expert] = copy
         self._promised.setdefault(due, []).append(copy.slot)

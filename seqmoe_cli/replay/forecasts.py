@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seqmoe_cli.replay.policies import Routing
 from seqmoe_cli.residency.policies import (
@@ -100,50 +101,102 @@ class Blurred:
     those that are named, a share `precision` is used; one of each for every window. What is named
     has the precision as its probability.
 
-    A use that is named from afar is named from nearer too, if recall does not rise with distance.
-    Wrong names are what other steps of the last 64 used in that layer: popular experts, as a model
-    would name them.
+    An expert that was not used in the last 64 steps is rare, and harder to foresee: for rare ones
+    recall and precision are `rare` times as high. That matters, since a large pool misses little
+    else. A use that is named from afar is named from nearer too, if recall does not rise with
+    distance. Wrong names are, of the common ones, what other steps of the last 64 used in that
+    layer, and of the rare ones any.
     """
 
     _BACK = 64  # steps
+    _RARE_DRAWN = 8  # for each event, from which wrong names are taken
 
     def __init__(
-        self, routing: Routing, recall: Sequence[float], precision: Sequence[float], seed: int = 0
+        self,
+        routing: Routing,
+        recall: Sequence[float],
+        precision: Sequence[float],
+        rare: float = 1.0,
+        seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
-        self._recall, self._precision = recall, precision
-        self._num_experts, (steps, layers, top_k) = routing.num_experts, routing.trace.experts.shape
+        steps, layers, top_k = routing.trace.experts.shape
+        self._num_experts = routing.num_experts
         self._events = routing.events.reshape(steps, layers, top_k)
-        self._luck = rng.random(self._events.shape, np.float32)
-        self._wrong = self._draw(rng, 4 * top_k)
-        self._wrong_luck = rng.random(self._wrong.shape, np.float32)
-        usable = (self._wrong >= 0).mean() * 4
-        self._chance = [
-            r * (1 - p) / (p * usable) for r, p in zip(recall, precision, strict=True)
-        ]  # that a drawn wrong name is given
+        drawn = rng.integers(0, routing.trace.num_experts, (steps, layers, self._RARE_DRAWN))
+        drawn += (np.arange(layers) * routing.trace.num_experts)[:, None]
+        used_rare, drawn_rare = self._rare(self._events), self._rare(drawn)
+        drawn[~drawn_rare] = -1
+        self._classes = [
+            _Class(self._events, ~used_rare, self._common(rng, 4 * top_k), recall, precision, rng),
+            _Class(
+                self._events, used_rare, drawn,
+                [r * rare for r in recall], [p * rare for p in precision], rng,
+            ),
+        ]  # fmt: skip
 
-    def _draw(self, rng: np.random.Generator, num: int) -> Ints:
-        """Wrong names for every event [T, L, num]; -1 for one that is right or there twice."""
+    def _rare(self, experts: Ints) -> NDArray[np.bool_]:
+        """Which of the experts [T, L, n] the 64 steps before did not use."""
+        last = np.full(self._num_experts, -self._BACK - 1)
+        rare = np.empty(experts.shape, bool)
+        for step, used in enumerate(self._events):
+            rare[step] = step - last[experts[step]] > self._BACK
+            last[used] = step
+        return rare
+
+    def _common(self, rng: np.random.Generator, num: int) -> Ints:
+        """What random steps among the last 64 used, for every event [T, L, num]."""
         steps, layers, top_k = self._events.shape
         back = rng.integers(1, self._BACK + 1, (steps, layers, num))
         step = np.maximum(np.arange(steps)[:, None, None] - back, 0)
         rank = rng.integers(0, top_k, (steps, layers, num))
-        drawn = np.sort(self._events[step, np.arange(layers)[:, None], rank], axis=2)
-        drawn[:, :, 1:][drawn[:, :, 1:] == drawn[:, :, :-1]] = -1
-        for k in range(top_k):
-            drawn[drawn == self._events[:, :, k : k + 1]] = -1
-        return drawn
+        return np.asarray(self._events[step, np.arange(layers)[:, None], rank])
 
     def __call__(self, token: int) -> Ints:
         expected = np.zeros((len(WINDOWS), self._num_experts), np.int64)
         for window, (first, last) in enumerate(WINDOWS):
-            weight = round(self._precision[window] * ONE)
             for step in range(token + first - 1, min(token + last, len(self._events))):
-                expected[window, self.named(step, window)] += weight
+                for group in self._classes:
+                    weight = round(group.precision[window] * ONE)
+                    expected[window, group.named(step, window)] += weight
         return expected
 
     def named(self, step: int, window: int) -> Ints:
         """The experts that are named for a step when it is in this window."""
+        return np.concatenate([group.named(step, window) for group in self._classes])
+
+
+class _Class:
+    """Experts that are equally hard to foresee: `own` [T, L, K] says which uses are of this class,
+    `wrong` [T, L, n] has names that may be given though they are not used; -1 is none."""
+
+    def __init__(
+        self,
+        events: Ints,
+        own: NDArray[np.bool_],
+        wrong: Ints,
+        recall: Sequence[float],
+        precision: Sequence[float],
+        rng: np.random.Generator,
+    ) -> None:
+        self.precision, self._recall = precision, recall
+        self._events, self._wrong = events, np.sort(wrong, axis=2)
+        self._luck = np.where(own, rng.random(events.shape, np.float32), np.float32(2))
+        self._wrong_luck = rng.random(wrong.shape, np.float32)
+        self._drop_right_and_double()
+        usable, used = float((self._wrong >= 0).mean() * wrong.shape[2]), float(own.sum(2).mean())
+        self._chance = [
+            used * r * (1 - p) / (p * usable) if usable else 0.0
+            for r, p in zip(recall, precision, strict=True)
+        ]  # that a wrong name is given
+
+    def _drop_right_and_double(self) -> None:
+        wrong = self._wrong
+        wrong[:, :, 1:][wrong[:, :, 1:] == wrong[:, :, :-1]] = -1
+        for k in range(self._events.shape[2]):
+            wrong[wrong == self._events[:, :, k : k + 1]] = -1
+
+    def named(self, step: int, window: int) -> Ints:
         right = self._events[step][self._luck[step] < self._recall[window]]
         wrong = self._wrong[step]
         given = (wrong >= 0) & (self._wrong_luck[step] < self._chance[window])

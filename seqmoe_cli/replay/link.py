@@ -35,12 +35,13 @@ class Link:
 
 @dataclass
 class Copy:
-    """A prefetch under way: `seen_s` is when the thread sees the request; `left` what is still to
-    copy, from 1 to 0; `dropped`: nobody waits for it."""
+    """A prefetch under way: `seen_s` is when the thread sees the request, made during `token`;
+    `left` what is still to copy, from 1 to 0; `dropped`: nobody waits for it."""
 
     expert: int
     slot: int
     seen_s: float
+    token: int = 0
     left: float = 1.0
     dropped: bool = False
 

@@ -29,7 +29,7 @@ class Replayed:
 
     `loads` [T, L]: how many of the K experts of an event had to be fetched. `late` [T, L]: how many
     were waited for, their copy being on the link. `copies` [T]: prefetches asked for during a
-    token; `used` [T]: how many experts were hits because of one. `stall_s` [T]: time lost to
+    token; `used` [T]: how many of these made a hit in time. `stall_s` [T]: time lost to
     fetches and to waiting.
     """
 
@@ -70,7 +70,7 @@ def replay(
     listeners: list[Blend | Policy] = [blend, made] if blend else [made]
     run = _Run(routing, num_slots, made, link or Link(), prefetching or Prefetching())
     for token in range(len(routing.trace)):
-        run.flight.start_token()
+        run.flight.start_token(token)
         for listener in listeners:
             listener.start_token(token)
         for layer in range(routing.num_layers):
@@ -109,10 +109,11 @@ class _Run:
         self.flight.wait(waiting)
         used = self.flight.passed(event, wanted, waiting, loads)
         self.done.loads[token, layer], self.done.late[token, layer] = len(loads), len(waiting)
-        self.done.used[token] += used
+        for asked in used:
+            self.done.used[asked] += 1
         self.done.stall_s[token] += self._clock.now - self._asked_s
         if self._source:
-            self._source.missed(event, len(loads) + len(waiting) + used)
+            self._source.missed(event, len(loads) + len(waiting) + len(used))
         return wanted
 
     def after(self, token: int, layer: int, wanted: Ints) -> None:

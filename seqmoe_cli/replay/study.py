@@ -56,6 +56,7 @@ class Assumptions:
     forecast: str = "blurred"
     recall: tuple[float, ...] = RECALL
     precision: tuple[float, ...] = ()
+    rare: float = 0.5
     half_life: float = HALF_LIFE
     discount: float = DISCOUNT
     window: int = 8
@@ -155,7 +156,7 @@ class Study:
                 f"{100 * r:.0f}/{100 * p:.0f}"
                 for r, p in zip(known.recall, self._precision, strict=True)
             )
-            + " %"
+            + f" %, {known.rare:g} times that for experts not used in 64 tokens"
         )
 
     @property
@@ -195,7 +196,7 @@ class Study:
     @cached_property
     def _blurred(self) -> Blurred:
         routing, known = self.part.routing, self.assumptions
-        return Blurred(routing, known.recall, self._precision, known.seed)
+        return Blurred(routing, known.recall, self._precision, known.rare, known.seed)
 
     def _prefetch(self, name: str, blend: Blend | None) -> Prefetch | None:
         routing, known = self.part.routing, self.assumptions

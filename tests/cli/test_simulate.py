@@ -57,7 +57,9 @@ def test_published_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prefetch_levels(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["qwen3", "--pool", "45%", "--policy", "forecast", "--skip", "64", "-o", "json"]
-    rows = json.loads(simulate(capsys, *argv, "--prefetch", "off,lookahead,full,oracle"))
+    rows = json.loads(
+        simulate(capsys, *argv, "--prefetch", "off,lookahead,full,oracle", "--rare", "1")
+    )
     stalls = [row["stall_ms"] for row in rows]
     assert stalls == sorted(stalls, reverse=True) and len(set(stalls)) == 4
     assert [row["forecast"] for row in rows] == ["blurred"] * 4

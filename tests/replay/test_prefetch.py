@@ -33,7 +33,7 @@ def routing() -> Routing:
 @pytest.mark.parametrize(("recall", "precision"), [(0.9, 0.6), (0.5, 0.33), (1.0, 1.0)])
 def test_blurred_truth_has_the_accuracy_that_is_asked_for(recall: float, precision: float) -> None:
     real = routing()
-    forecast = Blurred(real, [recall] * 4, [precision] * 4)
+    forecast = Blurred(real, [recall] * 4, [precision] * 4, rare=1.0)
     events = real.events.reshape(-1, real.num_layers, real.trace.top_k)
     named = [set(forecast.named(step, 0).tolist()) for step in range(20, len(events))]
     used = [set(step.ravel().tolist()) for step in events[20:]]
@@ -41,6 +41,24 @@ def test_blurred_truth_has_the_accuracy_that_is_asked_for(recall: float, precisi
     assert right / sum(map(len, used)) == pytest.approx(recall, abs=0.02)
     assert right / sum(map(len, named)) == pytest.approx(precision, abs=0.03)
     assert forecast(5)[0].max() == round(precision * ONE)
+
+
+def test_rare_experts_are_foreseen_less() -> None:
+    real = routing()
+    forecast = Blurred(real, [0.8] * 4, [0.6] * 4, rare=0.5)
+    steps = real.events.reshape(129, -1)
+    named, right, used = np.zeros((3, 2))
+    for step in range(70, 129):
+        recent = np.zeros(real.num_experts, bool)
+        recent[steps[step - 64 : step].ravel()] = True
+        names = forecast.named(step, 0)
+        for i, group in enumerate((recent, ~recent)):
+            named[i] += group[names].sum()
+            right[i] += np.isin(steps[step], names)[group[steps[step]]].sum()
+            used[i] += group[steps[step]].sum()
+    assert right / used == pytest.approx([0.8, 0.4], abs=0.05)
+    assert right[0] / named[0] == pytest.approx(0.6, abs=0.05)
+    assert right[1] / named[1] < 0.45
 
 
 def test_what_is_named_from_afar_is_named_from_nearer() -> None:
@@ -165,7 +183,7 @@ def test_the_table_stays_whole(seed: int, num_slots: int, layer_s: float, delay_
     clock = LinkClock(Link(layer_s=layer_s, delay_s=delay_s))
     rules = Prefetching(AnyPrefetch(seed), in_flight=3, least=0.0, slack=0.9)
     flight = Flight(table, clock, policy, rules, 3)
-    flight.start_token()
+    flight.start_token(0)
     for event, wanted in enumerate(real.events):
         flight.land()
         waiting = flight.late(wanted)
