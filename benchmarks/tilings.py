@@ -28,6 +28,7 @@ from benchmarks.kernels import (
     KEYS,
     QUERIES,
     TOP_K,
+    found,
     fp8_matrices,
     microseconds,
     orders_of_slots,
@@ -55,7 +56,7 @@ def subjects() -> Iterator[Subject]:
     norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
-    calls = [lambda t, p=p: gate_up_triton(x, slots, p, FORMAT, t) for p in orders]
+    calls = [lambda t, p=p: gate_up_triton(x, slots, found(p), FORMAT, t) for p in orders]
     yield Subject("gate+up", HIDDEN, 1, calls)
     calls = [lambda t, p=p: down_triton(act, slots, p, shares, x, FORMAT, t) for p in orders]
     yield Subject("down", TOP_K * INTER, 1, calls)

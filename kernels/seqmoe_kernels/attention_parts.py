@@ -62,8 +62,13 @@ def tile(keys, values, row, end, i, d, kv_head, num_kv_heads, D: tl.constexpr):
     """The halves of the keys, and the values, at the positions `row` before `end`."""
     inside = (row < end)[:, None]
     at = (row[:, None].to(tl.int64) * num_kv_heads + kv_head) * D
-    first, second = halves(keys, at + i[None, :], inside & (i < D // 2)[None, :], D)
-    return first, second, tl.load(values + at + d[None, :], mask=inside & (d < D)[None, :], other=0)
+    # Past the L1 cache: the kernel that wrote the last of these may have run on another SM.
+    half = inside & (i < D // 2)[None, :]
+    first = tl.load(keys + at + i[None, :], mask=half, other=0, cache_modifier=".cg")
+    second = tl.load(keys + at + D // 2 + i[None, :], mask=half, other=0, cache_modifier=".cg")
+    whole = inside & (d < D)[None, :]
+    value = tl.load(values + at + d[None, :], mask=whole, other=0, cache_modifier=".cg")
+    return first, second, value
 
 
 @triton.jit
@@ -88,10 +93,8 @@ def attend(query, state, seen, scale_log2, peak, total, mixed):
     new_peak = tl.maximum(peak, tl.max(score, 1))
     weight = tl.exp2(score - new_peak[:, None])
     fade = tl.exp2(peak - new_peak)
-    high, value = weight.to(operand), state[2].to(operand)
-    mixed = tl.dot(high, value, mixed * fade[:, None], input_precision="ieee")
-    if operand.primitive_bitwidth < 32:  # too few for the weights, so the rest of them as well
-        mixed = tl.dot((weight - high.to(tl.float32)).to(operand), value, mixed)
+    value = state[2].to(operand)
+    mixed = tl.dot(weight.to(operand), value, mixed * fade[:, None], input_precision="ieee")
     return new_peak, total * fade + tl.sum(weight, 1), mixed
 
 

@@ -33,8 +33,8 @@ from seqmoe_kernels.norm import rms_norm_reference
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.rope import Rotation, rotary_reference
 
-SPAN = 128  # the fewest positions of a span; multiples of it in contexts beyond MAX_SPANS of them
-TILE = 128  # positions that a program has on its way at once, at most
+SPAN = 64  # the fewest positions of a span; multiples of it in contexts beyond MAX_SPANS of them
+TILE = 64  # positions that a program has on its way at once, at most
 NUM_WARPS = 8
 MAX_SPANS = 32  # per KV head, so that merging them is one read
 MAX_PROGRAMS = 128  # of all KV heads: about as many as run side by side on a large GPU
@@ -107,7 +107,7 @@ def _attention_step_kernel(
     q_gain = gains(q_norm, q_at, i, q_mask, D, Q_NORM)
     k_gain = gains(k_norm, k_at, i, k_mask, D, K_NORM)
 
-    here = tl.load(position).to(tl.int32)
+    here = tl.load(position, cache_modifier=".cg").to(tl.int32)
     length = SPAN * tl.cdiv(here + 1, SPAN * SPANS)
     first = tl.program_id(1) * length
     if first > here:

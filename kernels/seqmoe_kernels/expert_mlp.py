@@ -15,6 +15,7 @@ from seqmoe_kernels.expert_pairs import check_slots, expert_pairs
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_kernels.fp8 import BLOCK, kernel_codes
 from seqmoe_kernels.gemv import block_row, chunk_sums, dot_rows, load_tile, unbiased
+from seqmoe_kernels.lookup import Resolved
 from seqmoe_kernels.mixture import combine_reference
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.tiling import Tiling, tiling_for
@@ -26,12 +27,12 @@ def expert_mlp_reference(
     x: torch.Tensor,
     h: torch.Tensor,
     slots: torch.Tensor,
-    pair_slots: torch.Tensor,
+    resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
-    pairs = torch.empty((1, len(pair_slots), fmt.hidden), device=x.device)
-    expert_pairs(h, slots, pair_slots.unsqueeze(0), fmt, pairs)
+    pairs = torch.empty((1, len(weights), fmt.hidden), device=x.device)
+    expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs)
     return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
 
 
@@ -41,6 +42,7 @@ def _gate_up_kernel(
     weights,
     scales,
     pair_slots,
+    num_misses,
     act,
     slot_weights,
     slot_scales,
@@ -55,15 +57,21 @@ def _gate_up_kernel(
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
+    # The fetch before this kernel lets it start when the slots are known. Without a miss they hold
+    # what they should, and the first tile comes while the fetch ends.
     pair = tl.program_id(1)
-    slot = tl.maximum(tl.load(pair_slots + pair), 0).to(tl.int64)
+    slot = tl.maximum(tl.load(pair_slots + pair, cache_modifier=".cg"), 0).to(tl.int64)
     first = tl.program_id(0) * ROWS
     lane = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
     row = first + lane // 2
     starts = slot * slot_weights + GATE + lane % 2 * (UP - GATE) + row * H
-    ahead = load_tile(weights, starts, row < I, tl.arange(0, BLOCK_K), H)
+    column = tl.arange(0, BLOCK_K)
+    ahead = load_tile(weights, starts, row < I, column, H)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)  # not before: the next kernel reads slots without waiting for this one
+    if PDL:  # noqa: SIM102
+        if tl.load(num_misses) > 0:  # (one condition is the compiler's)
+            ahead = load_tile(weights, starts, row < I, column, H)
     of_slot = scales + slot * slot_scales + block_row(first, H)
     of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
     both = dot_rows(
@@ -91,12 +99,14 @@ def _down_tile(
     """Chunks of rows [ROWS, chunks, CHUNK], and the slot that each chunk lies in; `chunk` [chunks]
     counts columns through all experts, LENGTH of them."""
     inside = chunk < LENGTH
-    slot = tl.maximum(tl.load(pair_slots + chunk // I, mask=inside, other=0), 0).to(tl.int64)
+    slot = tl.maximum(
+        tl.load(pair_slots + chunk // I, mask=inside, other=0, cache_modifier=".cg"), 0
+    ).to(tl.int64)
     start = slot * slot_weights + DOWN + chunk % I
     at = start[None, :, None] + (row * I)[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
     at = tl.max_contiguous(tl.multiple_of(at, [1, 1, CHUNK]), [1, 1, CHUNK])
     mask = (row < H)[:, None, None] & inside[None, :, None]
-    return tl.load(weights + at, mask=mask, other=0.0), slot
+    return tl.load(weights + at, mask=mask, other=0.0, cache_modifier=".cg"), slot
 
 
 @triton.jit
@@ -121,8 +131,6 @@ def _down_kernel(
 ):
     # One product of rows as long as all experts together: activations [K * I] lie in a row, the
     # weights of a row lie in K slots.
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     dtype: tl.constexpr = weights.dtype.element_ty
@@ -132,7 +140,8 @@ def _down_kernel(
     of_rows = scales + DOWN_SCALE + block_row(first, I)
     first_chunk = tl.arange(0, CHUNKS) * CHUNK
     total = tl.zeros((ROWS, CHUNKS), tl.float32)
-    # Up to three tiles are on their way.
+    # Up to three tiles are on their way, from slots that hold what they should: `_gate_up_kernel`
+    # lets this one start after the fetch.
     tile_0, slot_0 = _down_tile(
         weights, pair_slots, row, first_chunk, slot_weights, H, I, DOWN, LENGTH, CHUNK
     )
@@ -141,6 +150,8 @@ def _down_kernel(
         tile_1, slot_1 = _down_tile(
             weights, pair_slots, row, first_chunk + BLOCK_K, slot_weights, H, I, DOWN, LENGTH, CHUNK
         )
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     for start in tl.static_range(0, LENGTH, BLOCK_K):
         chunk = first_chunk + start
         if start + 2 * BLOCK_K < LENGTH:
@@ -174,15 +185,16 @@ def check_expert_mlp(
     x: torch.Tensor,
     h: torch.Tensor,
     slots: torch.Tensor,
-    pair_slots: torch.Tensor,
+    resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> None:
     check("x", x, FLOATS, (1, fmt.hidden), x.device)
     check("h", h, x.dtype, (1, fmt.hidden), x.device)
     check_slots(slots, fmt, x.device)
-    check("pair_slots", pair_slots, torch.int32, (-1,), x.device)
-    check("weights", weights, torch.float32, (len(pair_slots),), x.device)
+    check("resolved.slots", resolved.slots, torch.int32, (-1,), x.device)
+    check("resolved.num_misses", resolved.num_misses, torch.int32, (1,), x.device)
+    check("weights", weights, torch.float32, resolved.slots.shape, x.device)
 
 
 def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,14 +207,14 @@ def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, 
 def gate_up_triton(
     h: torch.Tensor,
     slots: torch.Tensor,
-    pair_slots: torch.Tensor,
+    resolved: Resolved,
     fmt: ExpertFormat,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """The activations [K, I] of one token's experts."""
     weights, scales = _typed_views(slots, fmt)
     size = fmt.weight_dtype.itemsize
-    num_pairs = len(pair_slots)
+    num_pairs = len(resolved.slots)
     if tiling is None:  # a program reads two rows for each one that it writes
         tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, h.device)
         tiling = tiling._replace(rows=tiling.rows // 2, num_warps=tiling.num_warps // 2)
@@ -211,7 +223,8 @@ def gate_up_triton(
         h,
         weights,
         scales,
-        pair_slots,
+        resolved.slots,
+        resolved.num_misses,
         act,
         weights.stride(0),
         scales.stride(0),
@@ -275,30 +288,30 @@ def expert_mlp_triton(
     x: torch.Tensor,
     h: torch.Tensor,
     slots: torch.Tensor,
-    pair_slots: torch.Tensor,
+    resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
     check_kernel_device(x)
-    check_expert_mlp(x, h, slots, pair_slots, weights, fmt)
-    act = gate_up_triton(h, slots, pair_slots, fmt)
-    return down_triton(act, slots, pair_slots, weights, x, fmt)
+    check_expert_mlp(x, h, slots, resolved, weights, fmt)
+    act = gate_up_triton(h, slots, resolved, fmt)
+    return down_triton(act, slots, resolved.slots, weights, x, fmt)
 
 
 def expert_mlp(
     x: torch.Tensor,
     h: torch.Tensor,
     slots: torch.Tensor,
-    pair_slots: torch.Tensor,
+    resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
 ) -> torch.Tensor:
     """Return x plus the sum over K of `weights` times down(silu(gate(h)) * up(h)).
 
-    `x` and `h` are [1, H], `slots` uint8 [S, R]; the K experts lie in the slots `pair_slots` (int32
-    [K]) and weigh `weights` (f32 [K]). Products and their sums are f32; the activation and the sum
-    over the experts are rounded to the dtype of `x`. The bits do not depend on which slots they
-    are.
+    `x` and `h` are [1, H], `slots` uint8 [S, R]. The K experts lie in `resolved.slots`, the missed
+    ones since a `fetch` right before, and weigh `weights` (f32 [K]). Products and their sums are
+    f32; the activation and the sum over the experts are rounded to the dtype of `x`. The bits do
+    not depend on which slots they are.
     """
     run = expert_mlp_triton if x.is_cuda else expert_mlp_reference
-    return run(x, h, slots, pair_slots, weights, fmt)
+    return run(x, h, slots, resolved, weights, fmt)

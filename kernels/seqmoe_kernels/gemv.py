@@ -71,7 +71,9 @@ def linears_reference(
 def load_tile(weight, starts, inside, column, K: tl.constexpr):
     """Columns of rows that begin at element `starts` [rows]; zero where not `inside` or past K."""
     mask = inside[:, None] & (column < K)[None, :]
-    return tl.load(weight + starts[:, None] + column[None, :], mask=mask, other=0.0)
+    return tl.load(
+        weight + starts[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+    )
 
 
 @triton.jit

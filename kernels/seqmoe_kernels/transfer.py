@@ -48,8 +48,8 @@ def _fetch_kernel(
     PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_start(PDL)
     wait_for_inputs(PDL)
+    let_next_start(PDL)  # not before: the next kernel reads the resolved slots without waiting
     i = tl.program_id(1)
     if i < tl.load(num_misses):
         slot = tl.load(miss_slots + i).to(tl.int64)

@@ -65,8 +65,8 @@ class PooledExperts:
         if self.observer is not None:
             ids = chosen.wanted - layer * self.routing.num_experts
             self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
-        slots = self.pool.fetch(chosen.wanted, chosen.resolved)
-        return expert_mlp(x, h, self.pool.slots, slots, chosen.weights, self.fmt)
+        self.pool.fetch(chosen.wanted, chosen.resolved)
+        return expert_mlp(x, h, self.pool.slots, chosen.resolved, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
         """The distinct experts of many tokens in groups that fit the pool, residents first."""

@@ -21,7 +21,7 @@ from seqmoe_kernels.expert_mlp import expert_mlp_triton
 from seqmoe_kernels.formats import ExpertFormat, PoolState
 from seqmoe_kernels.fp8 import dequantize_triton
 from seqmoe_kernels.gemv import Matrix, linears_triton, normed_linear_triton
-from seqmoe_kernels.lookup import resolve_triton
+from seqmoe_kernels.lookup import Resolved, resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import Norm, rms_norm_triton
 from seqmoe_kernels.proof import verify_slots_triton
@@ -89,7 +89,8 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     normed_linear_triton(x, norm, matrix)
     fmt = expert_format(weight_dtype)
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
-    expert_mlp_triton(x, x, slots, tensor(TOP_K), f32(TOP_K), fmt)
+    resolved = Resolved(tensor(TOP_K), tensor(TOP_K), tensor(TOP_K), tensor(1))
+    expert_mlp_triton(x, x, slots, resolved, f32(TOP_K), fmt)
 
 
 def call_residency_kernels() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import ExpertFormat, expert_mlp, expert_pairs
+from seqmoe_kernels import ExpertFormat, Resolved, expert_mlp, expert_pairs
 from seqmoe_kernels.expert_mlp import expert_mlp_reference, expert_mlp_triton
 from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
 
@@ -88,6 +88,12 @@ def run_pairs(
     return out.cpu()
 
 
+def found(slots: torch.Tensor, device: torch.device) -> Resolved:
+    """As if all experts had been in their slots already."""
+    none = torch.full_like(slots, -1)
+    return Resolved(*(t.to(device) for t in (slots, none, none, torch.zeros_like(slots[:1]))))
+
+
 # (hidden, inter): several tiles to a row and partial 128x128 blocks, each way
 SHAPES = [(288, 80), (48, 208)]
 # weights, x: FP8 and both plain widths; records may be narrower than the computation
@@ -128,7 +134,7 @@ def test_one_token(
     assert callable(run)
     where = torch.device("cpu") if run is expert_mlp_reference else device
     order = torch.tensor([2, 0, 3], dtype=torch.int32)
-    got = run(x.to(where), h.to(where), slots.to(where), order.to(where), shares.to(where), fmt)
+    got = run(x.to(where), h.to(where), slots.to(where), found(order, where), shares.to(where), fmt)
     assert got.dtype == dtype
     mixed = sum(
         share * plain(h[0], weights[slot]) for share, slot in zip(shares, (2, 0, 3), strict=True)
@@ -154,7 +160,7 @@ def test_bits_of_one_token_do_not_depend_on_the_slots(
     assert callable(run)
 
     def bits(rows: torch.Tensor, *order: int) -> torch.Tensor:
-        at = torch.tensor(order, dtype=torch.int32, device=device)
+        at = found(torch.tensor(order, dtype=torch.int32), device)
         out: torch.Tensor = run(x.to(device), h.to(device), rows.to(device), at, shares, fmt)
         return out
 
@@ -232,6 +238,6 @@ def test_expert_mlp_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     slots, _ = random_slots(gen, fmt, 2)
     x = torch.randn((1, 128), generator=gen).bfloat16()
     shares = torch.tensor([0.9, 0.1])
-    at = torch.tensor([1, 0], dtype=torch.int32)
+    at = found(torch.tensor([1, 0], dtype=torch.int32), torch.device("cpu"))
     expected = expert_mlp_reference(x, x, slots, at, shares, fmt)
     assert torch.equal(expert_mlp(x, x, slots, at, shares, fmt), expected)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqmoe_kernels import Matrix, Norm, Routing, expert_pairs
+from seqmoe_kernels import Matrix, Norm, Resolved, Routing, expert_pairs
 from seqmoe_kernels.attention_step import attention_step_triton
 from seqmoe_kernels.choice import RecordedIds, choose_triton
 from seqmoe_kernels.expert_mlp import expert_mlp_triton
@@ -56,6 +56,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     fp8 = square.to(torch.float8_e4m3fn)
     slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    found = Resolved(ints(0), ints(-1), ints(-1), ints(0))
     out, one = torch.zeros(1, 1, 64), torch.ones(1)
     short = RecordedIds(ints(0).view(1, 1, 1), torch.zeros(1).long())
     kv = torch.zeros(8, 2, 32)
@@ -102,11 +103,11 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
             "24 x 64",
-            lambda: expert_mlp_triton(x, x, slots, ints(0), one, FMT._replace(inter=24)),
+            lambda: expert_mlp_triton(x, x, slots, found, one, FMT._replace(inter=24)),
         ),
         (
             "4104",
-            lambda: expert_mlp_triton(x, x, slots, ints(0), one, FMT._replace(up=4104)),
+            lambda: expert_mlp_triton(x, x, slots, found, one, FMT._replace(up=4104)),
         ),
         ("torch.int32", lambda: combine_triton(out, torch.zeros(1, 1), torch.int32)),
         ("[1, 2]", lambda: combine_triton(out, torch.zeros(1, 2), torch.float32)),
