@@ -55,6 +55,9 @@ FORMAT = ExpertFormat(
     torch.float8_e4m3fn, HIDDEN, INTER, 0, PART, 2 * PART,
     3 * PART, 3 * PART + 512, 3 * PART + 1024, 3 * PART + 1536, 3 * PART + 4096,
 )  # fmt: skip
+BF16_FORMAT = ExpertFormat(
+    torch.bfloat16, HIDDEN, INTER, 0, 2 * PART, 4 * PART, -1, -1, -1, 6 * PART, 6 * PART + 4096
+)
 NUM_SLOTS = 256  # 1.2 GB: a call never finds its weights in the L2 cache
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -153,18 +156,23 @@ def matrix_cases() -> Iterator[Case]:
     yield Case("lm_head (bf16)", 2 * VOCAB * HIDDEN, calls)
 
 
-def expert_cases(slots: torch.Tensor) -> Iterator[Case]:
+def bf16_slots() -> torch.Tensor:
+    size = (NUM_SLOTS, BF16_FORMAT.record_bytes // 2)
+    return torch.randn(size, dtype=torch.bfloat16, device="cuda").mul_(0.02).view(torch.uint8)
+
+
+def expert_cases(kind: str, fmt: ExpertFormat, slots: torch.Tensor) -> Iterator[Case]:
     x = torch.randn((1, HIDDEN), dtype=BF16, device="cuda")
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
     orders = orders_of_slots()
-    part = TOP_K * (PART + SCALES)
-    calls = [lambda p=p: gate_up_triton(x, slots, found(p), FORMAT) for p in orders]
-    yield Case("experts: gate, up", 2 * part, calls)
-    calls = [lambda p=p: down_triton(act, slots, p, shares, x, FORMAT) for p in orders]
-    yield Case("experts: down, sum, residual", part, calls)
-    calls = [lambda p=p: expert_mlp(x, x, slots, found(p), shares, FORMAT) for p in orders]
-    yield Case("experts", 3 * part, calls)
+    part = TOP_K * (PART * fmt.weight_dtype.itemsize + SCALES * (fmt is FORMAT))
+    calls = [lambda p=p: gate_up_triton(x, slots, found(p), fmt) for p in orders]
+    yield Case(f"experts ({kind}): gate, up", 2 * part, calls)
+    calls = [lambda p=p: down_triton(act, slots, p, shares, x, fmt) for p in orders]
+    yield Case(f"experts ({kind}): down, sum, residual", part, calls)
+    calls = [lambda p=p: expert_mlp(x, x, slots, found(p), shares, fmt) for p in orders]
+    yield Case(f"experts ({kind})", 3 * part, calls)
 
 
 def small_cases() -> Iterator[Case]:
@@ -251,7 +259,8 @@ def all_cases() -> Iterator[Case]:
     yield from small_cases()
     yield from sampling_cases()
     yield from matrix_cases()
-    yield from expert_cases(slots)
+    yield from expert_cases("fp8", FORMAT, slots)
+    yield from expert_cases("bf16", BF16_FORMAT, bf16_slots())
     yield from attention_cases()
     yield from residency_cases(slots)
 

@@ -215,9 +215,8 @@ def gate_up_triton(
     weights, scales = _typed_views(slots, fmt)
     size = fmt.weight_dtype.itemsize
     num_pairs = len(resolved.slots)
-    if tiling is None:  # a program reads two rows for each one that it writes
-        tiling = tiling_for(2 * fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, h.device)
-        tiling = tiling._replace(rows=tiling.rows // 2, num_warps=tiling.num_warps // 2)
+    if tiling is None:
+        tiling = tiling_for(fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, h.device)
     act = torch.empty((num_pairs, fmt.inter), dtype=h.dtype, device=h.device)
     _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
         h,
@@ -258,7 +257,7 @@ def down_triton(
     num_pairs = len(pair_slots)
     if tiling is None:
         tiling = tiling_for(fmt.hidden, fmt.inter * num_pairs, fmt.weight_dtype, act.device)
-        tiling = Tiling(max(tiling.rows // 2, 2), min(tiling.columns, 2048), 1, 2)
+        tiling = tiling._replace(rows=max(tiling.rows // 2, 2), num_warps=2)
     out = torch.empty_like(residual)
     _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows),)](
         act,
