@@ -14,7 +14,7 @@ from seqmoe_cli.commands.bench import FORMAT_NAMES
 from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
 from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import UsageError
-from seqmoe_cli.settings import PoolSize
+from seqmoe_cli.settings import PoolSize, check_range
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,13 +26,17 @@ _LISTED = "several with commas."
 
 
 def _number(name: str, metavar: str, low: float, high: float, help: str) -> Any:
-    return typer.Option(name, metavar=metavar, min=low, max=high, help=help, show_default=True)
+    def checked(value: float) -> float:
+        check_range(name, value, low, high)
+        return value
+
+    return typer.Option(name, metavar=metavar, help=help, callback=checked)
 
 
 _Traces = Annotated[
     list[str],
     typer.Argument(
-        metavar="TRACE...",
+        metavar="TRACE",
         help="Files of seqmoe trace, routing tables in CSV, delta-coded .npy; or qwen3.",
         show_default=False,
     ),
@@ -70,7 +74,7 @@ _Precision = Annotated[
     flag("--precision", metavar="LIST", help="The same; recall * K / (K + 3) if not given."),
 ]
 _Rare = Annotated[
-    float, _number("--rare", "X", 0.01, 1, "Both, for experts not used in 64 tokens, are X of it.")
+    float, _number("--rare", "X", 0.01, 1, "Share of both for experts unused in 64 tokens.")
 ]
 _LookAhead = Annotated[
     str,
