@@ -20,6 +20,7 @@ from seqmoe_weights.packed import PackedModel
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPT = CHATML.format("Write a long story about a fox who wants to see the sea.")
 NUM_TOKENS = 500
+GREEDY = SamplingParams(temperature=0, repeat_penalty=1.1)  # without it the tale goes in circles
 WAYS = ("cpu", "eager", "graph")
 THREADS = 2  # of torch in each process
 
@@ -59,6 +60,7 @@ def compare(model: Path, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
     return {
         "model": model.name,
         "tokens": num_tokens,
+        "repeat_penalty": GREEDY.repeat_penalty,
         "distinct_tokens": len(set(reference.token_ids)),
         "runs": [
             {**run._asdict(), "hits": given.hits, "misses": given.misses}
@@ -78,7 +80,7 @@ def answer(model: Path, run: Run, num_tokens: int) -> Answer:
     engine = Engine.open(model, options, eager=run.way == "eager")
     turn, token_ids = TurnStats(), []
     prompt_ids = Tokenizer.open(model).encode(PROMPT)
-    for step in engine.generate(prompt_ids, SamplingParams(temperature=0), max_tokens=num_tokens):
+    for step in engine.generate(prompt_ids, GREEDY, max_tokens=num_tokens):
         turn.add(step)
         assert step.token_id is not None  # nothing ends it but the count
         token_ids.append(step.token_id)
