@@ -64,11 +64,14 @@ class SamplingParams:
     seed: int | None = None
 
 
+POLICIES = ("lru", "decayed")
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
     None means all free memory of the device. `verify`: prove, on the device, that every slot read
-    holds the expert asked for."""
+    holds the expert asked for. `policy`, one of POLICIES: who leaves the pool."""
 
     pool: PoolSize = PoolSize("auto")
     device: str = "auto"
@@ -76,3 +79,4 @@ class EngineOptions:
     ctx_size: int = 8192
     vram_gib: float | None = None
     verify: bool = False
+    policy: str = "lru"

@@ -73,6 +73,7 @@ def _choose_kernel(
     layer,
     num_layers,
     num_slots,
+    num_gaps,
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -92,7 +93,7 @@ def _choose_kernel(
     flat = ids + layer * E
     tl.store(wanted + rank, flat, mask=rank < K)
     tl.store(weights + rank, shares, mask=rank < K)
-    resolve_experts(flat, K, pool, resolved, num_slots, BLOCK_S)
+    resolve_experts(flat, K, pool, resolved, num_slots, num_gaps, BLOCK_S)
 
 
 def choose_triton(
@@ -130,6 +131,7 @@ def choose_triton(
         layer,
         len(pool.slot_of) // num_experts,
         len(pool.owner),
+        len(pool.log_sums),
         num_experts,
         top_k,
         triton.next_power_of_2(num_experts),

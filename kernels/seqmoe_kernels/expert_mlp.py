@@ -14,11 +14,11 @@ from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.expert_pairs import check_slots, expert_pairs
 from seqmoe_kernels.formats import ExpertFormat
 from seqmoe_kernels.fp8 import BLOCK, kernel_codes
-from seqmoe_kernels.gemv import block_row, chunk_sums, dot_rows, load_tile, unbiased
 from seqmoe_kernels.lookup import Resolved
 from seqmoe_kernels.mixture import combine_reference
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
-from seqmoe_kernels.tiling import Tiling, tiling_for
+from seqmoe_kernels.row_products import block_row, chunk_sums, dot_rows, load_tile, unbiased
+from seqmoe_kernels.tiling import Tiling, narrow_tiling, tiling_for
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -215,8 +215,7 @@ def gate_up_triton(
     weights, scales = _typed_views(slots, fmt)
     size = fmt.weight_dtype.itemsize
     num_pairs = len(resolved.slots)
-    if tiling is None:
-        tiling = tiling_for(fmt.inter * num_pairs, fmt.hidden, fmt.weight_dtype, h.device)
+    tiling = tiling or narrow_tiling(8, fmt.hidden, fmt.weight_dtype)
     act = torch.empty((num_pairs, fmt.inter), dtype=h.dtype, device=h.device)
     _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
         h,

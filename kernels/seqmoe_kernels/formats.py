@@ -18,6 +18,9 @@ NUM_COUNTERS = 7
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
 STEP_BEGAN, STEP_ENDED, STALL_BEGAN, STALL_ENDED = range(4)
 NUM_MARKS = 4
+# Indices into PoolState.rule. With a tick of 0 a use scores the clock (LRU). Else scores are
+# logarithms of counts that decay: a use adds 2^now to 2^score, and every step adds the tick to now.
+RULE_TICK, RULE_NOW = 0, 1
 
 
 class ExpertFormat(NamedTuple):
@@ -51,14 +54,17 @@ class PoolState(NamedTuple):
     state: torch.Tensor  # int32 [S], EMPTY, FETCHING or READY
     assigned_tag: torch.Tensor  # int64 [S], counted up at each assignment
     landed_tag: torch.Tensor  # int64 [S], tag of the last record that landed
-    score: torch.Tensor  # int64 [S], the victim is the smallest; LRU: clock of the last use
+    score: torch.Tensor  # int64 [S], that of the owner; the victim is the smallest
+    usage: torch.Tensor  # int64 [N], the score that each expert got with its last use
+    rule: torch.Tensor  # int64 [2], RULE_TICK and RULE_NOW: how a use becomes a score
+    log_sums: torch.Tensor  # int32 [G], log2(1 + 2^-gap) in score units, for gaps in steps of 256
     clock: torch.Tensor  # int64 [1], counts resolve events
     counters: torch.Tensor  # int64 [7], HITS to GAP_NS
     marks: torch.Tensor  # int64 [4], STEP_BEGAN to STALL_ENDED
 
     @classmethod
     def cold(cls, num_experts: int, num_slots: int, device: torch.device) -> PoolState:
-        """The state of a pool that nothing has happened to: every slot EMPTY."""
+        """The state of a pool that nothing has happened to: every slot EMPTY, LRU."""
 
         def filled(size: int, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full((size,), value, dtype=dtype, device=device)
@@ -70,6 +76,9 @@ class PoolState(NamedTuple):
             assigned_tag=filled(num_slots, 0),
             landed_tag=filled(num_slots, 0),
             score=filled(num_slots, -1),
+            usage=filled(num_experts, 0),
+            rule=filled(2, 0),
+            log_sums=filled(1, 0, torch.int32),
             clock=filled(1, 0),
             counters=filled(NUM_COUNTERS, 0),
             marks=filled(NUM_MARKS, 0),

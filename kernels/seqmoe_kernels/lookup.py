@@ -19,6 +19,8 @@ from seqmoe_kernels.formats import (
     NUM_COUNTERS,
     NUM_MARKS,
     READY,
+    RULE_NOW,
+    RULE_TICK,
     STALL_BEGAN,
     STALL_ENDED,
     STALL_NS,
@@ -26,10 +28,13 @@ from seqmoe_kernels.formats import (
 )
 
 NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
+GAP_SHIFT = 8  # of the gaps that PoolState.log_sums is made for
 MAX_SLOTS = 16384  # one program holds the scores of all slots in its registers
 
+_GAP_SHIFT = tl.constexpr(GAP_SHIFT)
 _NEVER, _EMPTY, _FETCHING, _READY = map(tl.constexpr, (NEVER, EMPTY, FETCHING, READY))
 _HITS, _MISSES, _NO_VICTIM = map(tl.constexpr, (HITS, MISSES, NO_VICTIM))
+_RULE_TICK, _RULE_NOW = map(tl.constexpr, (RULE_TICK, RULE_NOW))
 _STALL_NS, _STALL_BEGAN, _STALL_ENDED = map(tl.constexpr, (STALL_NS, STALL_BEGAN, STALL_ENDED))
 
 
@@ -45,9 +50,10 @@ class Resolved(NamedTuple):
 def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     _count_stall_reference(pool)
     pool.clock.add_(1)
+    pool.usage[wanted.long()] = _scores_reference(wanted.long(), pool)
     slots = pool.slot_of[wanted.long()]
     hit = slots >= 0
-    pool.score[slots[hit].long()] = pool.clock
+    pool.score[slots[hit].long()] = pool.usage[wanted[hit].long()]
     candidates = pool.score.masked_fill(pool.state == EMPTY, -1)
     candidates[pool.state == FETCHING] = NEVER
     candidates[slots[hit].long()] = NEVER
@@ -73,6 +79,15 @@ def _count_stall_reference(pool: PoolState) -> None:
     began.zero_(), ended.zero_()
 
 
+def _scores_reference(wanted: torch.Tensor, pool: PoolState) -> torch.Tensor:
+    """What a use now makes of the experts' scores."""
+    if not pool.rule[RULE_TICK]:
+        return pool.clock.expand(len(wanted))
+    usage, now = pool.usage[wanted], pool.rule[RULE_NOW]
+    gap = ((usage - now).abs() >> GAP_SHIFT).clamp(max=len(pool.log_sums) - 1)
+    return torch.maximum(usage, now) + pool.log_sums[gap]
+
+
 def _assign_reference(expert: int, candidates: torch.Tensor, pool: PoolState) -> int:
     """Give `expert` the lowest slot among those of the lowest score; -1 if there is none."""
     least = candidates.min()
@@ -87,13 +102,13 @@ def _assign_reference(expert: int, candidates: torch.Tensor, pool: PoolState) ->
     pool.state[victim] = READY
     pool.assigned_tag[victim] += 1
     pool.landed_tag[victim] = pool.assigned_tag[victim]  # the fetch follows in stream order
-    pool.score[victim] = pool.clock
+    pool.score[victim] = pool.usage[expert]
     candidates[victim] = NEVER
     return victim
 
 
 @triton.jit
-def _assign(pool, expert, victim, now):
+def _assign(pool, expert, victim, score):
     """Give `expert` the slot `victim`. All threads read before the barrier, one writes after it."""
     old = tl.load(pool.owner + victim)
     tag = tl.load(pool.assigned_tag + victim) + 1
@@ -105,7 +120,19 @@ def _assign(pool, expert, victim, now):
     tl.store(pool.state + victim, _READY)
     tl.store(pool.assigned_tag + victim, tag)
     tl.store(pool.landed_tag + victim, tag)
-    tl.store(pool.score + victim, now)
+    tl.store(pool.score + victim, score)
+
+
+@triton.jit
+def _scores(expert, inside, pool, clock, num_gaps):
+    """What a use now makes of the experts' scores."""
+    score = tl.where(inside, clock, 0)
+    if tl.load(pool.rule + _RULE_TICK) > 0:
+        now = tl.load(pool.rule + _RULE_NOW)
+        usage = tl.load(pool.usage + expert, mask=inside, other=0)
+        gap = tl.minimum(tl.abs(usage - now) >> _GAP_SHIFT, num_gaps - 1)
+        score = tl.maximum(usage, now) + tl.load(pool.log_sums + gap, mask=inside, other=0)
+    return score
 
 
 @triton.jit
@@ -118,7 +145,7 @@ def _candidates(pool, num_slots, slot):
 
 
 @triton.jit
-def resolve_experts(expert, n, pool, resolved, num_slots, BLOCK_S: tl.constexpr):
+def resolve_experts(expert, n, pool, resolved, num_slots, num_gaps, BLOCK_S: tl.constexpr):
     """One event for the first `n` of the distinct flat ids `expert` (int32, a power of two of them,
     all at least 0); see `resolve`. For kernels of a single program."""
     # One program, many threads: a barrier stands between every read of a place and the write to it
@@ -131,11 +158,13 @@ def resolve_experts(expert, n, pool, resolved, num_slots, BLOCK_S: tl.constexpr)
     lost = tl.load(pool.counters + _NO_VICTIM)
     stall = tl.load(pool.counters + _STALL_NS)
     began, ended = tl.load(pool.marks + _STALL_BEGAN), tl.load(pool.marks + _STALL_ENDED)
+    score = _scores(expert, inside, pool, now, num_gaps)
     miss, hit = inside & (found < 0), inside & (found >= 0)
     rank = tl.cumsum(miss.to(tl.int32), 0) - 1
     num_misses = tl.sum(miss.to(tl.int32), 0)
     tl.debug_barrier()
     tl.store(pool.clock, now)
+    tl.store(pool.usage + expert, score, mask=inside)
     tl.store(pool.counters + _HITS, hits + n - num_misses)
     tl.store(pool.counters + _MISSES, misses + num_misses)
     tl.store(pool.counters + _STALL_NS, stall + tl.where(ended > began, ended - began, 0))
@@ -158,30 +187,34 @@ def resolve_experts(expert, n, pool, resolved, num_slots, BLOCK_S: tl.constexpr)
                 victim = -1
                 lost += 1
             else:
-                _assign(pool, tl.sum(tl.where(here, expert, 0), 0), victim, now)
+                new = tl.sum(tl.where(here, expert, 0), 0)
+                _assign(pool, new, victim, tl.sum(tl.where(here, score, 0), 0))
             tl.store(resolved.slots + i, victim, mask=here)
             tl.store(resolved.miss_slots + r, victim)
             candidates = tl.where(slot == victim, _NEVER, candidates)
         tl.debug_barrier()
         tl.store(pool.counters + _NO_VICTIM, lost)
         tl.store(pool.marks + _STALL_BEGAN, now_ns())
-    tl.store(pool.score + found, now, mask=hit)
+    tl.store(pool.score + found, score, mask=hit)
 
 
 @triton.jit
 def _resolve_kernel(
-    wanted, pool, resolved, n, num_slots, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+    wanted, pool, resolved, n, num_slots, num_gaps, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
 ):
     i = tl.arange(0, BLOCK_N)
-    resolve_experts(tl.load(wanted + i, mask=i < n, other=0), n, pool, resolved, num_slots, BLOCK_S)
+    resolve_experts(
+        tl.load(wanted + i, mask=i < n, other=0), n, pool, resolved, num_slots, num_gaps, BLOCK_S
+    )
 
 
 def check_pool(pool: PoolState, device: torch.device) -> None:
     num_slots = pool.owner.shape[0]
     if not 1 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"the pool has {num_slots} slots, expected 1 to {MAX_SLOTS}")
-    sizes = {"slot_of": -1, "clock": 1, "counters": NUM_COUNTERS, "marks": NUM_MARKS}
-    narrow = ("slot_of", "owner", "state")
+    sizes = {"slot_of": -1, "usage": len(pool.slot_of), "rule": 2, "log_sums": -1, "clock": 1}
+    sizes |= {"counters": NUM_COUNTERS, "marks": NUM_MARKS}
+    narrow = ("slot_of", "owner", "state", "log_sums")
     for name, tensor in pool._asdict().items():
         dtype = torch.int32 if name in narrow else torch.int64
         check(name, tensor, dtype, (sizes.get(name, num_slots),), device)
@@ -208,6 +241,7 @@ def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
         resolved,
         n,
         num_slots,
+        len(pool.log_sums),
         triton.next_power_of_2(n),
         block_slots,
         num_warps=warps_for(block_slots),
@@ -219,7 +253,8 @@ def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
 def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
 
-    One event: `pool.clock` goes up by one and becomes the score of every wanted slot. A miss, in
+    One event: `pool.clock` goes up by one, and every wanted expert gets a new score by
+    `pool.rule`, which its slot takes over. A miss, in
     the order of `wanted`, takes the slot of the smallest (score, slot), EMPTY slots first, that is
     neither FETCHING nor holds a wanted expert; its old owner leaves the lookup table, its tags go
     up. Without such a slot the miss gets slot -1 and is counted in NO_VICTIM. The weights are not

@@ -16,6 +16,8 @@ from seqmoe_kernels.formats import (
     GAP_NS,
     NUM_COUNTERS,
     NUM_MARKS,
+    RULE_NOW,
+    RULE_TICK,
     STEP_BEGAN,
     STEP_ENDED,
     STEP_NS,
@@ -30,28 +32,33 @@ VALUE_BITS = 64 - NUMBER_BITS - 1
 _ENTRY_WORDS, _NUMBER_BITS, _LOW_BITS = map(tl.constexpr, (ENTRY_WORDS, NUMBER_BITS, LOW_BITS))
 _LARGEST = tl.constexpr((1 << VALUE_BITS) - 1)
 _GAP_NS, _STEP_NS = map(tl.constexpr, (GAP_NS, STEP_NS))
+_RULE_TICK, _RULE_NOW = map(tl.constexpr, (RULE_TICK, RULE_NOW))
 _STEP_BEGAN, _STEP_ENDED = map(tl.constexpr, (STEP_BEGAN, STEP_ENDED))
 
 
-def begin_step_reference(counters: torch.Tensor, marks: torch.Tensor) -> None:
+def begin_step_reference(counters: torch.Tensor, marks: torch.Tensor, rule: torch.Tensor) -> None:
     now = now_ns_reference()
+    rule[RULE_NOW] += rule[RULE_TICK]
     add_span_reference(counters[GAP_NS : GAP_NS + 1], marks[STEP_ENDED], now)
     marks[STEP_BEGAN] = now
 
 
 @triton.jit
-def _begin_step_kernel(counters, marks):
+def _begin_step_kernel(counters, marks, rule):
     now, ended = now_ns(), tl.load(marks + _STEP_ENDED)
+    use_now = tl.load(rule + _RULE_NOW) + tl.load(rule + _RULE_TICK)
     gap = tl.load(counters + _GAP_NS) + tl.where(ended > 0, now - ended, 0)
     tl.debug_barrier()
+    tl.store(rule + _RULE_NOW, use_now)
     tl.store(counters + _GAP_NS, gap)
     tl.store(marks + _STEP_BEGAN, now)
 
 
-def begin_step_triton(counters: torch.Tensor, marks: torch.Tensor) -> None:
+def begin_step_triton(counters: torch.Tensor, marks: torch.Tensor, rule: torch.Tensor) -> None:
     check_kernel_device(counters)
     check_clock(counters, marks)
-    _begin_step_kernel[(1,)](counters, marks, num_warps=1, enable_fp_fusion=True)
+    check("rule", rule, torch.int64, (2,), counters.device)
+    _begin_step_kernel[(1,)](counters, marks, rule, num_warps=1, enable_fp_fusion=True)
 
 
 def check_clock(counters: torch.Tensor, marks: torch.Tensor) -> None:
@@ -60,9 +67,10 @@ def check_clock(counters: torch.Tensor, marks: torch.Tensor) -> None:
 
 
 def begin_step(pool: PoolState) -> None:
-    """Note that a step begins: what passed since the end of the last one goes into GAP_NS."""
+    """Note that a step begins: what passed since the end of the last one goes into GAP_NS, and
+    RULE_NOW goes on by RULE_TICK."""
     run = begin_step_triton if pool.counters.is_cuda else begin_step_reference
-    run(pool.counters, pool.marks)
+    run(pool.counters, pool.marks, pool.rule)
 
 
 def publish_reference(

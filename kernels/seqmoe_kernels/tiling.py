@@ -26,12 +26,17 @@ def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torc
     while rows > 2 and num_rows < rows * 3 * _num_multiprocessors(device):
         rows //= 2
     if rows == 16:
-        widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
-        columns = min(widths, key=lambda width: _padded(cols, width))
-        tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
-        return Tiling(rows, columns, tiles if cols > columns else 1, 4)
+        return narrow_tiling(rows, cols, weight_dtype)
     columns = min(4096 // weight_dtype.itemsize, max(_next_power_of_2(cols), 128))
     return Tiling(rows, columns, 2 if cols > columns else 1, 4)
+
+
+def narrow_tiling(rows: int, cols: int, weight_dtype: torch.dtype) -> Tiling:
+    """Programs of `rows` rows that walk through them in tiles of half a KiB of each."""
+    widths = [max(width // weight_dtype.itemsize, 128) for width in (512, 256)]
+    columns = min(widths, key=lambda width: _padded(cols, width))
+    tiles = min((4, 3, 2), key=lambda tiles: _padded(cols, tiles * columns))
+    return Tiling(rows, columns, tiles if cols > columns else 1, 4)
 
 
 def _next_power_of_2(size: int) -> int:

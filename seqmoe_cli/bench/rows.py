@@ -54,6 +54,7 @@ class Setting:
     pool_share: float
     n_ctx: int
     verify: bool
+    policy: str
     sampling: str
     prompt_source: str
     cpu_info: str

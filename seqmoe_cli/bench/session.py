@@ -32,6 +32,7 @@ class Session:
     plan: Plan
     routing: RecordedRouting | None
     verify: bool
+    policy: str
 
     @classmethod
     def prepare(
@@ -58,14 +59,15 @@ class Session:
         most = source.config.num_routed_experts
         pools.sort(key=lambda pool: pool[1].num_slots != most)  # stable: others stay in order
         plan = Plan(source.ids, source.sampling, repetitions, warmup)
-        verify = any(option.verify for option in options)
-        return cls(source, cases, pools, plan, routing, verify)
+        verify, policy = options[0].verify, options[0].policy
+        return cls(source, cases, pools, plan, routing, verify, policy)
 
     def rows(self, loaded: Loaded, tell: Tell) -> Iterator[Row]:
         """Measure pool size by pool size; rows as they come."""
         full_ts: dict[str, float] = {}  # by case, with all experts in the pool and none missing
         for pool, plan in self.pools:
-            with opened(self.source, loaded, plan, verify=self.verify) as engine:
+            verify, policy = self.verify, self.policy
+            with opened(self.source, loaded, plan, verify=verify, policy=policy) as engine:
                 yield from self._rows_of_pool(engine, loaded, pool, full_ts, tell)
             del engine  # its pool must be free before the next one is made
 
@@ -129,6 +131,7 @@ class Session:
             pool_share=engine.plan.num_slots / config.num_routed_experts,
             n_ctx=engine.ctx_size,
             verify=self.verify,
+            policy=self.policy,
             sampling=_sampling_text(self.plan.sampling),
             prompt_source=source.text,
             copy_gb_per_s=ceilings.copy_gb_per_s if ceilings else None,

@@ -129,11 +129,13 @@ def opened(
     *,
     eager: bool = False,
     verify: bool = False,
+    policy: str = "lru",
 ) -> Iterator[Engine]:
     """An engine over weights that are already there, and stay when it goes."""
     gc.collect()  # the pool of the engine before this one, whose parts refer to each other
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
-    yield Engine(source, loaded.store, plan, loaded.tensors, eager=eager, verify=verify)
+    store, tensors = loaded.store, loaded.tensors
+    yield Engine(source, store, plan, tensors, eager=eager, verify=verify, policy=policy)
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)  # nothing may run when the engine goes

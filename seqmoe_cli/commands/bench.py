@@ -12,6 +12,7 @@ from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
     DtypeOption,
+    PolicyOption,
     VerifyOption,
     VramOption,
     check_choice,
@@ -110,6 +111,7 @@ def bench(
     vram: VramOption = DEFAULTS.vram_gib,
     device: DeviceOption = DEFAULTS.device,
     dtype: DtypeOption = DEFAULTS.dtype,
+    policy: PolicyOption = DEFAULTS.policy,
     verify: VerifyOption = DEFAULTS.verify,
 ) -> None:
     """Measure the speed of prompts (pp) and of generation (tg), with a cold and a warm pool.
@@ -127,7 +129,9 @@ def bench(
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
     options = [
-        engine_options(pool=pool, vram=vram, device=device, dtype=dtype, verify=verify)
+        engine_options(
+            pool=pool, vram=vram, device=device, dtype=dtype, verify=verify, policy=policy
+        )
         for pool in dict.fromkeys(pools.split(","))
     ]
     _check_source(model, shape, prompt_file)

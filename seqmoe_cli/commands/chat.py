@@ -72,6 +72,7 @@ def chat(
     vram: options.VramOption = options.DEFAULTS.vram_gib,
     device: options.DeviceOption = options.DEFAULTS.device,
     dtype: options.DtypeOption = options.DEFAULTS.dtype,
+    policy: options.PolicyOption = options.DEFAULTS.policy,
     verify: options.VerifyOption = options.DEFAULTS.verify,
     stats: _StatsFlag = None,
     plain: _PlainFlag = False,
@@ -95,7 +96,13 @@ def chat(
     }
     check_flags(sampling)
     engine = options.engine_options(
-        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size, verify=verify
+        pool=pool,
+        vram=vram,
+        device=device,
+        dtype=dtype,
+        ctx_size=ctx_size,
+        verify=verify,
+        policy=policy,
     )
     sources = Sources(prompt, file, messages, raw, system, system_file)
     behaviour = _behaviour(predict, think, hide_thinking, plain)

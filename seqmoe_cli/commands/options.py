@@ -13,7 +13,7 @@ import typer
 from seqmoe_cli import paths
 from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.errors import PackedModelError, UsageError
-from seqmoe_cli.settings import DEVICES, DTYPES, EngineOptions, PoolSize, check_range
+from seqmoe_cli.settings import DEVICES, DTYPES, POLICIES, EngineOptions, PoolSize, check_range
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -67,6 +67,14 @@ VerifyOption = Annotated[
     bool, flag("--verify", help="Prove on the device that every expert read is the one asked for.")
 ]
 
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="|".join(POLICIES),
+        help="Which expert leaves the pool: the one not used for longest, or least often lately.",
+    ),
+]
 PredictOption = Annotated[
     int | None, flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
 ]
@@ -112,14 +120,16 @@ def engine_options(
     dtype: str = DEFAULTS.dtype,
     ctx_size: int = DEFAULTS.ctx_size,
     verify: bool = DEFAULTS.verify,
+    policy: str = DEFAULTS.policy,
 ) -> EngineOptions:
     """Check the flags of a command line; raises `UsageError` naming the flag."""
     check_choice("--device", device, DEVICES)
     check_choice("--dtype", dtype, DTYPES)
+    check_choice("--policy", policy, POLICIES)
     check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
     if vram is not None:
         check_range("--vram", vram, 0.001, 100_000)
-    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram, verify)
+    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram, verify, policy)
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -52,9 +52,10 @@ class Engine:
         *,
         eager: bool = False,
         verify: bool = False,
+        policy: str = "lru",
     ) -> None:
-        """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify`: see
-        `EngineOptions`."""
+        """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify` and
+        `policy`: see `EngineOptions`."""
         self.model = model
         self.config = model.config
         self.plan = plan
@@ -66,7 +67,7 @@ class Engine:
         self.kv = KVState(self.config, plan.ctx_size, plan.dtype, plan.device)
         fmt, num_experts = expert_format(model.layout), self.config.num_experts
         stamps = Stamps(fmt.stamp, num_experts) if verify else None
-        self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps)
+        self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps, policy)
         routing = Routing(num_experts, self.config.num_experts_per_tok, self.config.norm_topk_prob)
         experts = PooledExperts(self.pool, fmt, routing)
         self._forward = Forward(build_decoder(self.config, weights), self.kv, experts)
@@ -97,7 +98,8 @@ class Engine:
         weights = model.load_resident(
             plan.device, plan.dtype, lambda done, total: report("weights", done, total)
         )
-        return cls(model, store, plan, weights, eager=eager, verify=options.verify)
+        verify, policy = options.verify, options.policy
+        return cls(model, store, plan, weights, eager=eager, verify=verify, policy=policy)
 
     @property
     def token_ids(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from seqmoe_cli.errors import PoolError, UnsupportedError
+from seqmoe_cli.residency.policies import LOG2_1P, DecayedFrequency
 from seqmoe_kernels import Fault, Resolved, fetch, resolve, verify_slots
 from seqmoe_kernels.formats import (
     EMPTY,
@@ -62,8 +63,9 @@ class ExpertPool:
     """`num_slots` slots of one record each on `device`, filled from `records`.
 
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
-    expert id. The victim of a miss is the expert whose last use is longest ago (LRU). With
-    `stamps`, every slot that is handed out is verified; else that costs nothing.
+    expert id. `policy` says who is the victim of a miss: the expert whose last use is longest ago
+    ("lru"), or with the smallest decayed count of uses ("decayed"); see `policies`. With `stamps`,
+    every slot that is handed out is verified; else that costs nothing.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ExpertPool:
         records: torch.Tensor,
         device: torch.device,
         stamps: Stamps | None = None,
+        policy: str = "lru",
     ) -> None:
         num_experts, record_bytes = records.shape
         if stamps and num_experts > MAX_VERIFIED_EXPERTS:
@@ -85,6 +88,11 @@ class ExpertPool:
         self.stamps = stamps
         self.slots = torch.empty((num_slots, record_bytes), dtype=torch.uint8, device=device)
         self.state = PoolState.cold(num_experts, num_slots, device)
+        if policy == "decayed":
+            sums = torch.from_numpy(LOG2_1P).int().to(device)
+            self.state = self.state._replace(log_sums=sums)
+        self.policy = policy
+        self._set_rule()
 
     def require(self, flat_ids: torch.Tensor) -> torch.Tensor:
         """Slots int32 [n] that hold the distinct experts `flat_ids` int32 [n], n <= num_slots.
@@ -130,3 +138,10 @@ class ExpertPool:
         self.state.owner.fill_(-1)
         self.state.state.fill_(EMPTY)
         self.state.score.fill_(-1)
+        self.state.usage.zero_()
+        self._set_rule()
+
+    def _set_rule(self) -> None:
+        if self.policy == "decayed":
+            policy = DecayedFrequency(len(self.records))
+            self.state.rule.copy_(torch.tensor([policy.tick, policy.now]))

@@ -32,6 +32,7 @@ SETTING = Setting(
     pool_share=0.45,
     n_ctx=64,
     verify=False,
+    policy="lru",
     sampling="greedy",
     prompt_source='a "quoted", text.txt',
     cpu_info="a processor",

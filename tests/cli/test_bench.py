@@ -328,3 +328,13 @@ def test_a_shape_that_does_not_fit_the_machine_is_refused_with_numbers(
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 2
     assert "mixtral-8x7b" in err and "84.00 GiB" in err and "available" in err
+
+
+def test_the_policy_decides_who_leaves(rows: Callable[..., list[dict[str, Any]]]) -> None:
+    """The same tokens, other misses; the rows say which."""
+    misses = {}
+    for policy in ("lru", "decayed"):
+        found = rows("-p", "0", "-n", "40", "-r", "1", "--pool", "8slots", "--policy", policy)
+        assert {row["policy"] for row in found} == {policy}
+        misses[policy] = [row["misses_per_token"] for row in found]
+    assert misses["lru"] != misses["decayed"]

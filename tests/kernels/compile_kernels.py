@@ -105,7 +105,7 @@ def call_residency_kernels() -> None:
     recorded = RecordedIds(tensor(3, 48, TOP_K), pool.clock)
     choose_triton(logits, 0, routing, pool)
     choose_triton(logits, 0, routing, pool, recorded)
-    begin_step_triton(pool.counters, pool.marks)
+    begin_step_triton(pool.counters, pool.marks, pool.rule)
     ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
     publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)

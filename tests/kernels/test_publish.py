@@ -69,15 +69,17 @@ def test_times_of_steps_and_of_the_gaps_between_them(device: torch.device) -> No
     """Sums of what the marks say; the first entry belongs to no step, the second has no gap."""
 
     def begin(pool: PoolState) -> None:
-        begin_step_triton(pool.counters, pool.marks)
+        begin_step_triton(pool.counters, pool.marks, pool.rule)
 
     for where, start, end in ((CPU, begin_step, publish), (device, begin, put)):
         pool, ring, number = PoolState.cold(1, 1, where), empty_ring(where), int64(0, device=where)
         steps = gaps = 0
         for i in range(3):
             ended = int(pool.marks[STEP_ENDED])
+            pool.rule.copy_(int64(7, 100))
             if i > 0:
                 start(pool)
+                assert pool.rule.tolist() == [7, 107]
                 gaps += int(pool.marks[STEP_BEGAN]) - ended
             began = int(pool.marks[STEP_BEGAN])
             end(int64(0, device=where), pool, ring, number)

@@ -59,14 +59,20 @@ def check_invariants(pool: PoolState) -> None:
             assert (pool.slot_of != slot).all()
 
 
+@pytest.mark.parametrize("tick", [0, 4096])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_experts,num_slots,n", [(24, 5, 3), (64, 37, 8), (12, 4, 4)])
 def test_random_events(
-    device: torch.device, num_experts: int, num_slots: int, n: int, seed: int
+    device: torch.device, num_experts: int, num_slots: int, n: int, seed: int, tick: int
 ) -> None:
-    """Exact equality of every tensor, with prefetches, emptied slots and lost races between."""
+    """Exact equality of every tensor, with prefetches, emptied slots and lost races between; by
+    both rules."""
     gen = torch.Generator().manual_seed(seed)
     expected = empty_pool(num_experts, num_slots)
+    if tick:
+        sums = torch.arange(20, -1, -1, dtype=torch.int32) * 3000
+        expected = expected._replace(log_sums=sums)
+        expected.rule.copy_(torch.tensor([tick, 2**26]))
     pool = on(expected, device)
     for _ in range(25):
         count = int(torch.randint(1, n + 1, (1,), generator=gen))
@@ -75,6 +81,8 @@ def test_random_events(
         assert_same(resolve_triton(ids.to(device), pool), reference)
         assert_same(pool, expected)
         check_invariants(expected)
+        for state in (expected, pool):
+            state.rule[1] += tick
         if torch.rand(1, generator=gen) < 0.4:
             _disturb(expected, gen)
             pool = on(expected, device)

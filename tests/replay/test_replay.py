@@ -21,6 +21,7 @@ from seqmoe_cli.replay.replay import PolicyOf, replay, slots_for
 from seqmoe_cli.replay.table import SlotTable
 from seqmoe_cli.residency.policies import DecayedFrequency, Ints
 from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_kernels import begin_step
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the published traces are not here")
@@ -43,6 +44,31 @@ def random_trace(seed: int, tokens: int, layers: int, num_experts: int, top_k: i
         sequence=np.zeros(tokens, np.uint32),
         phase=np.ones(tokens, np.uint8),
     )
+
+
+@pytest.mark.parametrize("num_slots", [3, 7, 16, 40])
+def test_decayed_frequency_is_the_engines(num_slots: int) -> None:
+    """Every event gives the same slots as `ExpertPool`, and again after it was made cold."""
+    trace = random_trace(num_slots, 60, 4, 10, 3)
+    records, cpu = torch.zeros(40, 256, dtype=torch.uint8), torch.device("cpu")
+    pool = ExpertPool(num_slots, records, cpu, policy="decayed")
+    differs = False
+    for _ in range(2):
+        pool.reset()
+        policy, by_use = DecayedFrequency(40), lru(Routing(trace), num_slots)
+        table, other = SlotTable(num_slots, 40), SlotTable(num_slots, 40)
+        for number, wanted in enumerate(Routing(trace).events):
+            if number % 4 == 0:  # a step of four layers
+                begin_step(pool.state)
+                policy.start_token(number // 4 + 1)
+            barred = np.empty(0, np.int64)
+            slots, _ = table.require(wanted, policy, barred)
+            policy.use(0, wanted)
+            assert slots.tolist() == pool.require(torch.from_numpy(wanted).int()).tolist()
+            differs |= slots.tolist() != other.require(wanted, by_use, barred)[0].tolist()
+            by_use.use(0, wanted)
+        assert table.owner.tolist() == pool.state.owner.tolist()
+    assert differs == (num_slots < 40)  # LRU chooses others where there is a choice
 
 
 @pytest.mark.parametrize("num_slots", [3, 7, 16, 40])
