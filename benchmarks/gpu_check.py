@@ -17,7 +17,9 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,29 @@ from seqmoe_cli.bench.machine import Machine  # noqa: E402
 PARTS = ("tests", "kernels", "demo", "full-size")
 
 
+TEST_PROCESSES = 6  # side by side: most of the time goes into compiling kernels
+NO_TESTS = 5  # pytest's exit code when no test of a file is marked `gpu`
+
+
 def run_tests() -> dict[str, Any]:
-    """The tests marked `gpu`, in a process of their own."""
+    """The tests marked `gpu`, each file in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
-    lines = done.stdout.strip().splitlines() or [""]
-    counts = {
-        word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])
-    }
-    return {"ok": done.returncode == 0, "command": " ".join(command[1:]), **counts}
+
+    def run(file: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True)
+
+    counts: Counter[str] = Counter()
+    ok = True
+    with ThreadPoolExecutor(TEST_PROCESSES) as processes:
+        for done in processes.map(run, sorted(ROOT.glob("tests/**/test_*.py"))):
+            last = (done.stdout.strip().splitlines() or [""])[-1]
+            for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last):
+                counts[word] += int(number)
+            if done.returncode not in (0, NO_TESTS):
+                ok = False
+                print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
+    print(dict(counts), flush=True)
+    return {"ok": ok, "command": " ".join(command[1:]), **counts}
 
 
 def run_part(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
