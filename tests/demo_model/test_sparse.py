@@ -16,7 +16,7 @@ from tools.demo_model.sparse.corrections import LOWERED, MOST, RAISED, Marks, co
 from tools.demo_model.sparse.decoder import Decoder, dense_decoder, hidden_states
 from tools.demo_model.sparse.delta import is_healed, read_delta, round_delta
 from tools.demo_model.sparse.distill import Distiller, Weights
-from tools.demo_model.sparse.evaluate import expert_load
+from tools.demo_model.sparse.evaluate import LoadCount, expert_load, perplexity
 from tools.demo_model.sparse.routing import first_routers, prune, saliency
 from tools.demo_model.sparse.sampler import FREE, Choice, Flow, Request, penalised, sample
 from tools.demo_model.sparse.schedule import Corrected, Training
@@ -297,6 +297,17 @@ def test_expert_load_counts_choices(student: Student, rows: Tensor) -> None:
     load = expert_load(student.decoder(), rows)
     assert load.shape == (3, NUM_EXPERTS)
     torch.testing.assert_close(load.mean(dim=1), torch.ones(3))
+    assert load.std() > 0.1
+
+
+def test_perplexity_is_that_of_the_logits(student: Student, rows: Tensor) -> None:
+    model = student.decoder()
+    count = LoadCount(model)
+    found = perplexity(model, rows, count)
+    wanted = logits(model, rows)[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(wanted, rows[:, 1:].flatten())
+    assert found == pytest.approx(math.exp(expected), rel=1e-4)
+    assert torch.equal(count.load(), expert_load(model, rows))
 
 
 def test_sampler_follows_prompts_flow_and_the_model(teacher: Decoder) -> None:

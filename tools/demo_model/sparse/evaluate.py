@@ -22,11 +22,11 @@ CUT = " [cut]"
 
 
 @torch.no_grad()
-def perplexity(model: Decoder, rows: Tensor) -> float:
-    """Of the second to the last token of each row [R, T]."""
+def perplexity(model: Decoder, rows: Tensor, load: LoadCount | None = None) -> float:
+    """Of the second to the last token of each row [R, T]; `load` counts the experts chosen."""
     total = 0.0
     for batch in torch.split(rows, BATCH):
-        hidden = hidden_states(model, batch)[:, :-1].flatten(0, 1)
+        hidden = hidden_states(model, batch, load)[:, :-1].flatten(0, 1)
         wanted = batch[:, 1:].flatten().long()
         for part in range(0, len(wanted), CHUNK):
             some = slice(part, part + CHUNK)
@@ -35,21 +35,31 @@ def perplexity(model: Decoder, rows: Tensor) -> float:
     return math.exp(total / rows[:, 1:].numel())
 
 
+class LoadCount:
+    """Counts how often each expert is chosen: to be shown to `hidden_states` as its `visit`."""
+
+    def __init__(self, model: Decoder) -> None:
+        assert model.experts is not None
+        self._experts, self._top_k = model.experts, model.top_k
+        size = len(model.experts), len(model.experts[0].router)
+        self._chosen = torch.zeros(size, device=model.embedding.device)
+
+    def __call__(self, layer: int, inputs: Tensor) -> None:
+        weights, _ = route(inputs, self._experts[layer].router, self._top_k)
+        self._chosen[layer] += (weights > 0).float().flatten(0, 1).sum(dim=0)
+
+    def load(self) -> Tensor:
+        """How often each expert was chosen, over how often it would be by turns: [L, E]."""
+        return self._chosen / self._chosen.mean(dim=1, keepdim=True)
+
+
 @torch.no_grad()
 def expert_load(model: Decoder, rows: Tensor) -> Tensor:
-    """How often each expert is chosen, over how often it would be by turns: [L, E]."""
-    assert model.experts is not None
-    load = torch.zeros(len(model.layers), len(model.experts[0].router), device=rows.device)
-
-    def visit(i: int, inputs: Tensor) -> None:
-        experts = model.routing(i)
-        assert experts is not None
-        weights, _ = route(inputs, experts.router, model.top_k)
-        load[i] += (weights > 0).float().flatten(0, 1).sum(dim=0)
-
+    """The load of each expert on rows [R, T]: [L, E]."""
+    count = LoadCount(model)
     for batch in torch.split(rows, BATCH):
-        hidden_states(model, batch, visit)
-    return load * load.shape[1] / rows.numel() / model.top_k
+        hidden_states(model, batch, count)
+    return count.load()
 
 
 @dataclass(frozen=True)
