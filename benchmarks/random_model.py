@@ -8,6 +8,7 @@ kernel; the rows are those of `seqmoe bench --shape`.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def compare_texts(source: Source, loaded: Loaded, device: str) -> dict[str, Any]
     for pool, way in WAYS:
         plan = plan_memory(source, _options((pool,), device)[0])
         if device == "cuda":
+            gc.collect()  # the engine before this one, whose parts refer to each other
             torch.cuda.reset_peak_memory_stats()
         with opened(source, loaded, plan, eager=way == "eager") as engine:
             steps = engine.generate(
