@@ -181,13 +181,14 @@ def _routing_and_cases(
 
 def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> Source:
     from seqmoe_cli.bench.source import packed_source, random_source
-    from seqmoe_cli.bench.text import read_text, shipped_text
+    from seqmoe_cli.bench.text import shipped_text
+    from seqmoe_cli.chat.prompt import read_text
 
     if shape is not None:
         return random_source(shape)
-    text, name = (
-        (read_text(prompt_file), str(prompt_file)) if prompt_file is not None else shipped_text()
-    )
+    text, name = shipped_text()
+    if prompt_file is not None:
+        text, name = read_text("--prompt-file", str(prompt_file)), str(prompt_file)
     return packed_source(find_model(model or ""), text, name)
 
 

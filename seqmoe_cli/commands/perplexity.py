@@ -58,9 +58,9 @@ def perplexity(
         pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size, verify=verify
     )
     from seqmoe_cli.bench.perplexity import score
-    from seqmoe_cli.bench.text import read_text
+    from seqmoe_cli.chat.prompt import read_text
 
-    text = read_text(file)
+    text = read_text("--file", str(file))
     folder = find_model(model)
     from seqmoe_cli.engine.tokenizer import Tokenizer
 

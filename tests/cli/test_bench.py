@@ -185,7 +185,7 @@ def test_usage_errors_come_before_the_model_is_looked_for(
         (["-d", "2000"], 2, ["pp512 @ d2000", "2,513", "2,048"]),
         (["--pool", "all,1slots"], 1, ["--pool 1slots", "2slots"]),
         (["--pool", "all", "--vram", "0.001"], 1, ["--vram"]),
-        (["--prompt-file", "/no/such/text"], 1, ["/no/such/text"]),
+        (["--prompt-file", "/no/such/text"], 2, ["--prompt-file /no/such/text cannot be read"]),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_measured(

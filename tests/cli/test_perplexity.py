@@ -109,7 +109,7 @@ def test_a_text_without_anything_to_predict_is_refused(
     ("argv", "code", "name"),
     [
         ([], 2, "--file"),
-        (["--file", "/no/such/text"], 1, "/no/such/text"),
+        (["--file", "/no/such/text"], 2, "--file /no/such/text cannot be read"),
         (["--file", __file__, "-c", "1"], 2, "--ctx-size 1"),
         (["--file", __file__, "--pool", "-1"], 2, "--pool"),
         (["--file", __file__, "--vram", "inf"], 2, "--vram"),
