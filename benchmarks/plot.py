@@ -49,7 +49,8 @@ def _name(row: dict[str, Any]) -> str:
     routing = f"routing of trace {row['trace']}" if row["trace"] else "its own routing"
     weights = "random weights, " if row["weights"] == "random" else ""
     machine = row["gpu_info"] or row["cpu_info"]
-    return f"{row['model_filename']}, {weights}{routing} ({row['test']}, {machine})"
+    details = f"{row['test']}, {row['policy']}, {machine}"
+    return f"{row['model_filename']}, {weights}{routing} ({details})"
 
 
 def draw(lines: dict[str, list[Point]], target: Path) -> None:
@@ -77,11 +78,20 @@ def main() -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the PNG to write")
     args = parser.parse_args()
-    lines = curves(row for path in args.files for row in read_rows(path))
-    if not lines:
-        print("plot.py: no rows of generated tokens in these files", file=sys.stderr)
+    try:
+        lines = curves(row for path in args.files for row in read_rows(path))
+        if not lines:
+            raise ValueError("no rows of generated tokens")
+        draw(lines, args.output)
+    except ImportError:
+        print("plot.py: needs matplotlib: pip install 'seqmoe[plot]'", file=sys.stderr)
         return 1
-    draw(lines, args.output)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"plot.py: {' '.join(map(str, args.files))}: {error}", file=sys.stderr)
+        print(
+            "  give the output of seqmoe bench -o json, or a record of gpu-check", file=sys.stderr
+        )
+        return 1
     return 0
 
 

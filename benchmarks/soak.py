@@ -164,7 +164,7 @@ def main() -> int:
     engine, reference = open_engines(args.model, options)
     talk = Conversations(args.model, engine, reference, args.seed)
     machine = Machine.inspect(engine.device.type)
-    commit = os.environ.get("SEQMOE_COMMIT", machine.build_commit)
+    commit = machine.build_commit
     started = time.monotonic()
     result = soak(
         talk,

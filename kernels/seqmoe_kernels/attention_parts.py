@@ -99,7 +99,17 @@ def attend(query, state, seen, scale_log2, peak, total, mixed):
 
 
 @triton.jit
-def merge(sums, peaks, totals, out, kv_head, count, D, GROUP, SPANS: tl.constexpr):
+def merge(
+    sums,
+    peaks,
+    totals,
+    out,
+    kv_head,
+    count,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPANS: tl.constexpr,
+):
     """Weigh the `count` spans of one KV head against each other and write its group's heads."""
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)

@@ -75,7 +75,20 @@ def _gate_up_kernel(
     of_slot = scales + slot * slot_scales + block_row(first, H)
     of_gate, of_up = of_slot + GATE_SCALE, of_slot + UP_SCALE
     both = dot_rows(
-        ahead, weights, starts, row < I, h, h, 0.0, of_gate, of_up, H, BLOCK_K, TILES, False
+        ahead,
+        weights,
+        starts,
+        row < I,
+        h,
+        h,
+        0.0,
+        of_gate,
+        of_up,
+        H,
+        BLOCK_K,
+        TILES,
+        False,
+        True,
     )
     gate, up = tl.split(tl.reshape(both, (ROWS, 2)))
     value = gate / (1 + tl.exp(-gate)) * up

@@ -109,7 +109,20 @@ def _gemv_kernel(
             tl.store(normed + column, value.to(normed.dtype.element_ty), mask=column < K)
     scales = scale + block_row(first, K)
     result = dot_rows(
-        ahead, weight, starts, inside, x, gain, inv_rms, scales, scales, K, BLOCK_K, TILES, NORM
+        ahead,
+        weight,
+        starts,
+        inside,
+        x,
+        gain,
+        inv_rms,
+        scales,
+        scales,
+        K,
+        BLOCK_K,
+        TILES,
+        NORM,
+        False,
     )
     if BIAS:
         result += tl.load(bias + row, mask=inside, other=0).to(tl.float32)

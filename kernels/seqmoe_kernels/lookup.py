@@ -254,10 +254,10 @@ def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
 
     One event: `pool.clock` goes up by one, and every wanted expert gets a new score by
-    `pool.rule`, which its slot takes over. A miss, in
-    the order of `wanted`, takes the slot of the smallest (score, slot), EMPTY slots first, that is
-    neither FETCHING nor holds a wanted expert; its old owner leaves the lookup table, its tags go
-    up. Without such a slot the miss gets slot -1 and is counted in NO_VICTIM. The weights are not
-    moved here: `fetch` the result before reading the slots. Updates `pool` in place.
+    `pool.rule`, which its slot takes over. A miss, in the order of `wanted`, takes the slot of the
+    smallest (score, slot), EMPTY slots first, that is neither FETCHING nor holds a wanted expert;
+    its old owner leaves the lookup table, its tags go up. Without such a slot the miss gets slot -1
+    and is counted in NO_VICTIM. The weights are not moved here: `fetch` the result before reading
+    the slots. Updates `pool` in place.
     """
     return (resolve_triton if wanted.is_cuda else resolve_reference)(wanted, pool)

@@ -77,12 +77,13 @@ def dot_rows(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     NORM: tl.constexpr,
+    TWO_SCALES: tl.constexpr,
 ):
     """Multiply rows of a weight with the vector `x` [K]: f32 [rows].
 
     `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them; `ahead`
-    is their first tile. One-byte weights have scales: even rows take theirs at `scale`, odd ones at
-    `odd_scale`. With NORM the vector is x * `inv_rms` * `gain` [K].
+    is their first tile. One-byte weights have scales: with TWO_SCALES odd rows take theirs at
+    `odd_scale`, all others at `scale`. With NORM the vector is x * `inv_rms` * `gain` [K].
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -104,7 +105,7 @@ def dot_rows(
             if dtype.primitive_bitwidth == 8:
                 at = start + chunk_start
                 even = tl.load(scale + at // _BLOCK, mask=at < K, other=0.0)
-                if scale is not odd_scale:
+                if TWO_SCALES:
                     odds = tl.load(odd_scale + at // _BLOCK, mask=at < K, other=0.0)
                     part *= unbiased(tl.where(odd[:, None], odds[None, :], even[None, :]), dtype)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -41,7 +42,10 @@ class Machine:
 
 def build_commit() -> str:
     """The commit of the checkout that this runs from, `-dirty` when it was edited; for an
-    installed package its version."""
+    installed package its version. SEQMOE_COMMIT names it where a tree was copied without its
+    history."""
+    if named := os.environ.get("SEQMOE_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return __version__

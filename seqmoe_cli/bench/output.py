@@ -111,6 +111,8 @@ def _notes(row: Row) -> Iterator[str]:
             f"routing: replayed from trace {setting.trace}, {setting.n_expert_used} of "
             f"{setting.n_expert} experts of a layer; {row.n_untimed} tokens before those timed"
         )
+    proof = ", every slot verified" if setting.verify else ""
+    yield f"pool: who leaves it is decided by {setting.policy}{proof}"
     if setting.copy_gb_per_s and setting.link_gb_per_s:
         yield (
             f"measured: memory copy {setting.copy_gb_per_s:,.0f} GB/s, "

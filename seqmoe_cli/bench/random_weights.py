@@ -44,11 +44,14 @@ def random_store(shape: Shape, pin: bool, progress: Progress | None = None) -> H
     cutters = [_Cutter.of(n, part, shape.config) for n, part in enumerate(layout.parts)]
     records: Bytes = store.records.numpy()
     meter = Meter(store.records.nbytes, progress)
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+    threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+    try:
         made = [threads.submit(_fill, records[n], n, cutters) for n in range(count)]
         for record in as_completed(made):
             record.result()
             meter.add(layout.record_bytes)
+    finally:
+        threads.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the rest
     if pin:
         store.pin(progress)
     return store

@@ -24,7 +24,7 @@ from seqmoe_weights.memory import available_host_bytes
 @dataclass(frozen=True)
 class Session:
     """Cases at several pool sizes, the largest first where it holds all experts, so that the others
-    can be compared with it. Make one with `plan`."""
+    can be compared with it. Make one with `prepare`."""
 
     source: Source
     cases: Sequence[Case]

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from seqmoe_kernels import Rotation, attention_step, rms_norm, rotary
 from seqmoe_weights.config import ModelConfig
-
-
-class KVSnapshot(NamedTuple):
-    """A copy of the state at one moment; keys and values [layers, tokens, m, D]."""
-
-    token_ids: list[int]
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 class KVState:
@@ -105,17 +96,3 @@ class KVState:
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         del self.token_ids[length:]
-
-    def snapshot(self) -> KVSnapshot:
-        """Copy what is held, to come back to it whatever happens in between."""
-        n = self.length
-        return KVSnapshot(
-            list(self.token_ids), self.keys[:, :n].clone(), self.values[:, :n].clone()
-        )
-
-    def restore(self, snapshot: KVSnapshot) -> None:
-        """Go back to a snapshot of this state."""
-        n = len(snapshot.token_ids)
-        self.keys[:, :n] = snapshot.keys
-        self.values[:, :n] = snapshot.values
-        self.token_ids = list(snapshot.token_ids)

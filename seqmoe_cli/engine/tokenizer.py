@@ -57,9 +57,6 @@ class Tokenizer:
         """Text of `ids` without special tokens."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
     def stream(self, keep: Collection[str] = ()) -> TextStream:
         """A decoder of one answer; special tokens named in `keep` are not left out."""
         return TextStream(self, {i: t for i, t in self._special.items() if t in keep})

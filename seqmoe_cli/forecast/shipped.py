@@ -26,7 +26,7 @@ def open_trace(source: str | Path) -> Trace:
         with as_file(files("seqmoe_cli").joinpath("data", f"{source}.trace")) as path:
             return Trace.load(path)
     path = Path(source)
-    if not path.exists():
+    if not str(source) or not path.exists():
         raise UsageError(
             f"there is no trace {str(source)!r}",
             f"give a file, or a trace that comes with seqmoe: {', '.join(SHIPPED)}",
@@ -35,7 +35,10 @@ def open_trace(source: str | Path) -> Trace:
         with unpacked(path) as file:
             start = file.read(len(_NUMPY_MAGIC))
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise TraceError(f"cannot read {path}: {error}", "") from error
+        raise TraceError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}",
+            "give a file of seqmoe trace, a routing table in CSV, or an array of numpy",
+        ) from error
     if start.startswith(_ZIP_MAGIC):
         return Trace.load(path)
     return read_delta_npy(path) if start == _NUMPY_MAGIC else read_route_csv(path)

@@ -88,7 +88,6 @@ def test_pieces_are_the_text_of_all_ids(tokenizer: Tokenizer) -> None:
 
 def test_special_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|im_start|>hi<|im_end|>")
-    assert [tokenizer.is_special(i) for i in ids] == [True, *[False] * (len(ids) - 2), True]
     assert "".join(_stream(tokenizer, ids)) == "hi"
     assert "".join(_stream(tokenizer, ids, ("<|im_end|>",))) == "hi<|im_end|>"
 

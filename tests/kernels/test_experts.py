@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import ExpertFormat, Resolved, expert_mlp, expert_pairs
+from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_mlp, expert_pairs
+from seqmoe_kernels.choice import choose_triton
 from seqmoe_kernels.expert_mlp import expert_mlp_reference, expert_mlp_triton
 from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
+from seqmoe_kernels.lookup import resolve_triton
+from seqmoe_kernels.transfer import fetch_triton
 
 FP8 = torch.float8_e4m3fn
 NAN = float("nan")
@@ -231,6 +234,39 @@ def test_waves_of_experts_fill_one_output(device: torch.device, gen: torch.Gener
         one_slot = slots[wave : wave + 1].to(device)
         expert_pairs(x.to(device), one_slot, pair_slots, fmt, out)
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
+@pytest.mark.parametrize("missing", [1, 3])
+def test_what_the_fetch_right_before_brings_is_what_is_computed(
+    device: torch.device,
+    gen: torch.Generator,
+    missing: int,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    """Slots full of NaN, then choice, fetch and experts in a row: nothing is read too early."""
+    fmt = expert_format(288, 80, weight_dtype)
+    rows, weights = random_slots(gen, fmt, 40)
+    records = rows.pin_memory() if device.type == "cuda" else rows
+    x, h = torch.randn((2, 1, 288), generator=gen).to(dtype)
+    expected = sum(plain(h[0], weights[expert]) for expert in range(3)) / 3
+    logits = torch.tensor([[2.0, 2.0, 2.0, *[0.0] * 37]], device=device)
+    for _ in range(20 if device.type == "cuda" else 1):
+        slots = torch.full((8, fmt.record_bytes), 0xFF, dtype=torch.uint8, device=device)
+        pool = PoolState.cold(40, 8, device)
+        kept = torch.arange(3 - missing, dtype=torch.int32, device=device)
+        if len(kept):
+            held = resolve_triton(kept, pool)
+            slots[held.slots.long()] = rows[: len(kept)].to(device)
+        chosen = choose_triton(logits, 0, Routing(40, 3, True), pool)
+        found = chosen.resolved
+        misses = (found.miss_ids, found.miss_slots, found.num_misses)
+        fetch_triton(records, slots, *misses, pool.marks)
+        got = expert_mlp_triton(x.to(device), h.to(device), slots, found, chosen.weights, fmt)
+        assert found.num_misses.tolist() == [missing]
+        error = (got.cpu().double()[0] - x.double()[0] - expected).norm()
+        assert error <= tolerance(dtype, device) * (2 * expected.norm() + x.double().norm())
 
 
 def test_expert_mlp_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
