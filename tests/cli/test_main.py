@@ -113,7 +113,7 @@ def test_shell_completion(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("_SEQMOE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "seqmoe chat --po")
+    monkeypatch.setenv("COMP_WORDS", "seqmoe chat --poo")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert main([]) == 0
     assert capsys.readouterr() == ("--pool\n", "")
