@@ -21,6 +21,7 @@ from seqmoe_cli.commands.info import info
 from seqmoe_cli.commands.perplexity import perplexity
 from seqmoe_cli.commands.simulate import simulate
 from seqmoe_cli.commands.trace import trace
+from seqmoe_cli.commands.train import train
 from seqmoe_cli.errors import SeqmoeError, UsageError
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (chat, bench, convert, info, doctor, perplexity, trace, simulate):
+for _command in (chat, bench, convert, info, doctor, perplexity, trace, simulate, train):
     app.command()(_command)
 
 

@@ -88,7 +88,7 @@ def test_imports_follow_the_arrows(module: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "simulate"],
+    ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "simulate", "train"],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     program = f"""

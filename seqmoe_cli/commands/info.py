@@ -84,6 +84,7 @@ def _verify(packed: PackedModel) -> None:
 def model_facts(packed: PackedModel) -> Facts:
     """What is true of the model on any machine."""
     from seqmoe_cli.bench.inventory import count_params, resident_groups
+    from seqmoe_cli.forecast.stored import predictor_facts
 
     config, params = packed.config, count_params(packed.config)
     record_bytes = packed.layout.record_bytes
@@ -118,6 +119,7 @@ def model_facts(packed: PackedModel) -> Facts:
             "bytes": record_bytes,
             "parts": [asdict(part) | {"bytes": part.num_bytes} for part in packed.layout.parts],
         },
+        "predictor": predictor_facts(packed),
         "generation": generation_facts(packed.path),
     }
 
@@ -190,6 +192,8 @@ def sections(facts: Facts) -> list[tuple[str, Rows]]:
         (f"Record of one expert, {record['bytes']:,} bytes: {RECORD_REASON}", _part_rows(record)),
         ("Generation", _generation_rows(facts["generation"])),
     ]
+    if facts["predictor"] is not None:
+        found.append(("Predictor", _predictor_rows(facts["predictor"])))
     plan = facts["plan"]
     if plan is not None:
         heading = f"Memory plan on this machine ({plan['device']}, {plan['dtype']})"
@@ -259,6 +263,21 @@ def _generation_rows(generation: Facts) -> Rows:
     template = generation["chat_template"]
     rows.append(("template", template or "none", "" if template else "only --raw can be used"))
     return rows
+
+
+def _predictor_rows(predictor: Facts) -> Rows:
+    from seqmoe_weights.files import readable_size as size
+
+    shape = predictor["shape"]
+    named = f"among {predictor['top'][1]} of a layer"
+    recall = predictor["recall"]["predictor"]
+    rows: Rows = [
+        ("size", size(predictor["bytes"]), f"width {shape['width']}"),
+        ("trained on", f"{predictor['num_tokens']:,} tokens", f"{predictor['passes']:g} passes"),
+    ]
+    return rows + [
+        (f"recall, {steps}", f"{100 * shares[1]:.1f} %", named) for steps, shares in recall.items()
+    ]
 
 
 def _plan_rows(plan: Facts) -> Rows:

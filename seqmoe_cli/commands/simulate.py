@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from seqmoe_cli.replay.rows import Row
-    from seqmoe_cli.replay.study import Assumptions, Study
+    from seqmoe_cli.replay.study import Assumptions, Foresight, Study
 
 _LISTED = "several with commas."
 
@@ -63,8 +64,12 @@ _Forecast = Annotated[
     typer.Option(
         "--forecast",
         metavar="NAME",
-        help="none, persistence, popularity, decayed, or blurred (the truth, blurred).",
+        help="none, persistence, popularity, decayed, blurred (the truth, blurred) or predictor.",
     ),
+]
+_Predictor = Annotated[
+    str | None,
+    flag("--predictor", metavar="MODEL|FILE", help="The one of seqmoe train that predictor means."),
 ]
 _Recall = Annotated[
     str, typer.Option("--recall", metavar="LIST", help="Of blurred, in steps 1, 2, 3-4, 5-8.")
@@ -117,6 +122,7 @@ def simulate(
     policy: _Policies = "lru,decayed,s3fifo,forecast,belady",
     prefetch: _Prefetches = "off",
     forecast: _Forecast = "blurred",
+    predictor: _Predictor = None,
     recall: _Recall = "0.7,0.6,0.5,0.45",
     precision: _Precision = None,
     rare: _Rare = 0.5,
@@ -167,6 +173,7 @@ def simulate(
         rules=Prefetching(budget=budget, least=least, slack=slack),
         look_ahead=_accuracy(look_ahead),
         forecast=forecast,
+        predictor=_foresight(forecast, predictor),
         recall=_shares("--recall", recall),
         precision=_shares("--precision", precision) if precision else (),
         rare=rare,
@@ -193,6 +200,27 @@ def _studies(
         for name in traces
     ]
     return [Study(part, known) for part in parts]
+
+
+def _foresight(forecast: str, source: str | None) -> Foresight | None:
+    """What the trained predictor of a model or a file would say."""
+    if (forecast == "predictor") != (source is not None):
+        raise UsageError(
+            "--forecast predictor and --predictor belong together",
+            "write: --forecast predictor --predictor MODEL",
+        )
+    if source is None:
+        return None
+    import torch
+
+    from seqmoe_cli.commands.options import find_model
+    from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
+    from seqmoe_cli.forecast.stored import open_predictor
+    from seqmoe_cli.residency.policies import ONE
+
+    path = Path(source)
+    stored = open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))
+    return lambda whole, replayed: ForeseenSteps(Foreseen(stored.predictor, whole), replayed, ONE)
 
 
 def _pool(word: str) -> PoolSize:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ class Trace:
             if (array := getattr(self, name)) is not None
         }
         return replace(self, **changes)
+
+    def with_answers(self, answers: Sequence[Sequence[tuple[int, int]]]) -> Trace:
+        """The same tokens, decoded being these alone: for each sequence pairs of the first place in
+        it and the last + 1."""
+        phase = np.full(len(self), PREFILL, np.uint8)
+        starts = np.flatnonzero(np.diff(self.sequence, prepend=-1))
+        for start, spans in zip(starts, answers, strict=True):
+            for first, end in spans:
+                phase[start + first : start + end] = DECODE
+        return replace(self, phase=phase)
 
     def save(self, path: Path) -> int:
         """Write the file, whole or not at all, and return its size in bytes. The same trace gives

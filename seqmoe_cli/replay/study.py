@@ -31,6 +31,7 @@ from seqmoe_cli.residency.policies import (
     DecayedFrequency,
     ForecastAt,
     ForecastEviction,
+    Ints,
     Lru,
     Policy,
 )
@@ -38,7 +39,9 @@ from seqmoe_cli.settings import PoolSize
 
 POLICIES = ("lru", "decayed", "s3fifo", "forecast", "window", "belady")
 PREFETCHES = ("off", "lookahead", "full", "oracle")
-FORECASTS = ("none", "persistence", "popularity", "decayed", "blurred")
+FORECASTS = ("none", "persistence", "popularity", "decayed", "blurred", "predictor")
+Foresight = Callable[[Trace, Ints], ForecastAt]
+"""Makes a forecast for a whole trace and the numbers of those of its tokens that are replayed."""
 LOOK_AHEAD = ((0.751, 0.680), (0.669, 0.550), (0.613, 0.461), (0.573, 0.399))
 """Recall of misses and precision of copies, 1 to 4 layers ahead, as measured on Qwen3-30B-A3B."""
 RECALL = (0.70, 0.60, 0.50, 0.45)
@@ -54,6 +57,7 @@ class Assumptions:
     rules: Prefetching = field(default_factory=Prefetching)
     look_ahead: tuple[Accuracy, ...] = LOOK_AHEAD
     forecast: str = "blurred"
+    predictor: Foresight | None = None  # for the forecast of that name
     recall: tuple[float, ...] = RECALL
     precision: tuple[float, ...] = ()
     rare: float = 0.5
@@ -70,18 +74,21 @@ class Part:
     name: str
     routing: Routing
     skip: int
+    whole: Trace  # with the tokens that are not replayed
+    replayed: Ints  # numbers of tokens of `whole`
 
     @classmethod
     def of(cls, name: str, trace: Trace, *, prompts: bool, tokens: int | None, skip: int) -> Part:
         """Raises `PromptError` when nothing is left to count."""
-        trace = trace if prompts else trace.select(trace.phase == DECODE)
-        trace = trace if tokens is None else trace.select(np.arange(len(trace)) < tokens)
-        if len(trace) <= skip:
+        replayed = np.flatnonzero((trace.phase == DECODE) | prompts)[:tokens]
+        if len(replayed) <= skip:
             raise PromptError(
-                f"trace {name} has {len(trace):,} tokens to replay, {skip:,} are not counted",
+                f"trace {name} has {len(replayed):,} tokens to replay, {skip:,} are not counted",
                 "lower --skip, raise --tokens, or replay prompts too with --prompts",
             )
-        return cls(name, Routing(trace), skip)
+        chosen = np.zeros(len(trace), bool)
+        chosen[replayed] = True
+        return cls(name, Routing(trace.select(chosen)), skip, trace, replayed)
 
 
 class Study:
@@ -185,6 +192,8 @@ class Study:
         routing, known = self.part.routing, self.assumptions
         if known.forecast == "blurred":
             return self._blurred
+        if known.predictor:
+            return known.predictor(self.part.whole, self.part.replayed)
         makers: dict[str, Callable[[Routing], ForecastAt]] = {
             "none": no_forecast,
             "persistence": Persistence,

@@ -13,7 +13,17 @@ def test_help_texts_are_the_programs_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fill(text) == text, "renew them: python -m tools.readme_help"
 
 
-COMMANDS = ["chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "simulate"]
+COMMANDS = [
+    "chat",
+    "bench",
+    "convert",
+    "info",
+    "doctor",
+    "perplexity",
+    "trace",
+    "simulate",
+    "train",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

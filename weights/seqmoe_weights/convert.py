@@ -31,7 +31,7 @@ from seqmoe_weights.files import (
     sync_folder,
     write_json,
 )
-from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
+from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest, is_predictor_file
 from seqmoe_weights.packer import Packer
 from seqmoe_weights.source import Source
 
@@ -164,10 +164,15 @@ class Conversion:
             num_layers=self.source.config.num_hidden_layers,
             num_experts=self.source.config.num_experts,
             layout=self.packer.layout,
-            files={**journal.finished, **small},
+            files={**journal.finished, **small, **self._predictor()},
             source=journal.sources,
             source_sha256=hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(),
         )
+
+    def _predictor(self) -> dict[str, FileHashes]:
+        """That of the model that is there already: it was trained on the same weights."""
+        old = self.destination.manifest
+        return {n: h for n, h in old.files.items() if is_predictor_file(n)} if old else {}
 
     def _check_destination(self) -> None:
         found = self.destination
@@ -197,7 +202,11 @@ class Conversion:
         if manifest.quantize != self.quantize:
             raise self._refusal(f"was converted with --quantize {manifest.quantize}")
         small = {n: FileHashes.of_bytes(data) for n, data in self.source.small_files.items()}
-        copied = {n: h for n, h in manifest.files.items() if n not in self.packer.file_names}
+        copied = {
+            n: h
+            for n, h in manifest.files.items()
+            if n not in self.packer.file_names and not is_predictor_file(n)
+        }
         if copied != small or not manifest.files.keys() >= set(self.packer.file_names):
             names = (n for n in {*copied, *small} if copied.get(n) != small.get(n))
             differing = min(names, default="its list of files")

@@ -23,7 +23,7 @@ from seqmoe_weights.resident import RESIDENT_FILE
 _OWN_NAMES = re.compile(
     r"(manifest\.json|\.convert\.json|resident\.safetensors|experts-\d{5}\.bin|config\.json"
     r"|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|generation_config\.json"
-    r"|special_tokens_map\.json)"
+    r"|special_tokens_map\.json|predictor-[0-9a-f]{16}\.safetensors)"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,11 @@ def experts_file(layer: int) -> str:
 def is_experts_file(name: str) -> bool:
     """Whether `experts_file` gives names like this one."""
     return name.startswith("experts-")
+
+
+def is_predictor_file(name: str) -> bool:
+    """Whether `attach_predictor` gives names like this one."""
+    return re.fullmatch(r"predictor-[0-9a-f]{16}\.safetensors", name) is not None
 
 
 @dataclass(frozen=True)

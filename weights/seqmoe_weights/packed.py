@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from seqmoe_weights.attachment import predictor_file, read_predictor
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
 from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece
@@ -19,6 +20,7 @@ from seqmoe_weights.manifest import (
     Manifest,
     experts_file,
     is_experts_file,
+    is_predictor_file,
     read_manifest,
 )
 from seqmoe_weights.records import TORCH_DTYPES
@@ -32,7 +34,7 @@ class PackedModel:
     """A packed model on disk. `manifest` is the parsed manifest.json, `files` its hashes.
 
     Opening checks the small files fully and the presence and size of the large ones, whose hashes
-    are checked whenever they are read.
+    are checked whenever they are read. The predictor, if there is one, is checked when it is read.
     """
 
     path: Path
@@ -48,9 +50,10 @@ class PackedModel:
         if raw is None:
             raise _not_packed(path)
         manifest = Manifest.from_json(raw)
-        for name, hashes in manifest.files.items():
+        needed = {n: h for n, h in manifest.files.items() if not is_predictor_file(n)}
+        for name, hashes in needed.items():
             _check_presence(path / name, hashes)
-        for name in manifest.files:
+        for name in needed:
             if name == RESIDENT_FILE or is_experts_file(name):
                 continue
             if first_bad_piece(path / name, manifest.files[name], Meter(0, None)) is not None:
@@ -71,6 +74,11 @@ class PackedModel:
     def resident_bytes(self) -> int:
         """Size of the file of resident tensors."""
         return self.files[RESIDENT_FILE].num_bytes
+
+    @property
+    def predictor(self) -> str | None:
+        """Name of the file with the predictor; None without one."""
+        return predictor_file(self.files)
 
     @property
     def records_bytes(self) -> int:
@@ -102,6 +110,25 @@ class PackedModel:
             tensors[name] = data.to(device, data.dtype if keeps_dtype else compute_dtype)
         return tensors
 
+    def load_tensor(self, name: str) -> torch.Tensor:
+        """One resident tensor on the CPU, by its Hugging Face name and in its own dtype. Raises
+        `PackedModelError` when the file is damaged or does not have it."""
+        meter = Meter(self.resident_bytes, None)
+        found = None
+        hashes = self.files[RESIDENT_FILE]
+        for other, data in read_resident(self.path / RESIDENT_FILE, hashes, meter):
+            found = (
+                data if other == name else found
+            )  # all is read: only then is it known to be right
+        if found is not None:
+            return found
+        raise PackedModelError(f"{RESIDENT_FILE} in {self.path} has no {name}", _REPAIR)
+
+    def load_predictor(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and metadata of the predictor, on the CPU. Raises `PackedModelError` when there
+        is none, or it is missing or damaged."""
+        return read_predictor(self.path, self.files)
+
     def verify(self, progress: Progress | None = None) -> None:
         """Read everything; raises `PackedModelError` naming file, layer and expert on damage."""
         meter = Meter(sum(hashes.num_bytes for hashes in self.files.values()), progress)
@@ -111,6 +138,8 @@ class PackedModel:
                 bad = first_bad_piece(self.path / name, hashes, meter)
             except OSError as error:
                 raise PackedModelError(f"{name} cannot be read: {error.strerror}") from error
+            if bad is not None and is_predictor_file(name):
+                self.load_predictor()  # raises
             if bad is not None and name in layers:
                 raise damaged_record(self.path / name, layers[name], bad)
             if bad is not None:

@@ -1,0 +1,309 @@
+"""`seqmoe train`: a predictor of coming routing, out of a model's own text or recorded traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from seqmoe_cli.chat.console import is_terminal, make_console
+from seqmoe_cli.commands import options
+from seqmoe_cli.commands.options import flag
+from seqmoe_cli.commands.progress import status_line
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.settings import EngineOptions, check_range
+
+if TYPE_CHECKING:
+    import torch
+
+    from seqmoe_cli.forecast.predictor import Predictor
+    from seqmoe_cli.forecast.trace import Trace
+    from seqmoe_cli.forecast.training import Plan, Progress
+    from seqmoe_cli.replay.recall import Recall
+    from seqmoe_weights.packed import PackedModel
+
+_Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a packed model, or its name under the models folder.",
+        show_default=False,
+    ),
+]
+_Traces = Annotated[
+    list[str] | None,
+    flag("--trace", metavar="FILE", help="Learn from this trace; may be given several times."),
+]
+_Tokens = Annotated[
+    int, typer.Option("--tokens", metavar="N", help="Tokens of its own text, without --trace.")
+]
+_Minutes = Annotated[
+    float, typer.Option("--minutes", metavar="M", help="Most minutes of training itself.")
+]
+_Passes = Annotated[int, typer.Option("--passes", metavar="N", help="Most passes over the tokens.")]
+_Width = Annotated[int, typer.Option("--width", metavar="D", help="Of the recurrent blocks.")]
+_Hidden = Annotated[
+    int, typer.Option("--hidden", metavar="R", help="Dimensions of hidden states to look at.")
+]
+_Checkpoint = Annotated[
+    Path | None,
+    flag("--checkpoint", metavar="FILE", help="Save the training there, or go on from it."),
+]
+_Record = Annotated[
+    Path | None, flag("--record", metavar="OUT", help="Keep the trace of its own text.")
+]
+_HeldOut = Annotated[
+    Path | None, flag("--held-out", metavar="OUT", help="Keep the trace that is only judged.")
+]
+_Output = Annotated[
+    Path | None,
+    flag("-o", "--output", metavar="OUT", help="Write the predictor there, not into MODEL."),
+]
+
+
+def train(
+    model: _Model = None,
+    trace: _Traces = None,
+    tokens: _Tokens = 200_000,
+    minutes: _Minutes = 10.0,
+    passes: _Passes = 40,
+    width: _Width = 768,
+    hidden: _Hidden = 0,
+    checkpoint: _Checkpoint = None,
+    record: _Record = None,
+    held_out: _HeldOut = None,
+    output: _Output = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ctx_size: options.CtxOption = 2048,
+    seed: options.SeedOption = 0,
+    pool: options.PoolOption = options.DEFAULTS.pool.text,
+    vram: options.VramOption = options.DEFAULTS.vram_gib,
+    device: options.DeviceOption = options.DEFAULTS.device,
+    dtype: options.DtypeOption = options.DEFAULTS.dtype,
+) -> None:
+    """Train the predictor of a model: which experts the next tokens will use.
+
+    MODEL writes conversations, answers and questions, and its routing is recorded; or traces are
+    given. A tenth of the conversations is held out: the tables show what share of their routing is
+    foreseen, beside what counting alone can do. The predictor is stored in MODEL.
+    """
+    settings = options.engine_options(
+        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
+    )
+    check_range("--tokens", tokens, 1000, options.MAX_TOKENS)
+    check_range("--minutes", minutes, 0.01, 10_000)
+    check_range("--passes", passes, 1, 10_000)
+    check_range("--width", width, 16, 4096)
+    check_range("--hidden", hidden, 0, 4096)
+    if model is None and not (trace and output):
+        raise UsageError("no MODEL is given", "give one, or both --trace and -o")
+    for name, path in (("-o", output), ("--record", record), ("--held-out", held_out)):
+        _check_output(name, path)
+    from seqmoe_cli.engine.device import choose_placement
+    from seqmoe_cli.forecast.corpus import divide
+
+    packed = _open(model)
+    place = choose_placement(settings).device
+    whole = _traces(trace) if trace else _own_text(packed, settings, tokens, hidden, seed or 0)
+    if record:
+        whole.save(record)
+    learned, judged = divide(whole)
+    if held_out:
+        judged.save(held_out)
+    predictor = _new_predictor(packed, whole, width, place)
+    plan = _plan(minutes, passes, seed or 0, place)
+    predictor, done = _train(predictor, packed, (learned, judged), plan, checkpoint)
+    found = _judge(predictor, learned, judged)
+    num_bytes = _store(predictor, packed, output, found, len(learned), done)
+    where = output or (packed.path if packed else "")
+    _print(found, as_json, f"{where}: a predictor of {num_bytes:,} bytes", done)
+
+
+def _open(model: str | None) -> PackedModel | None:
+    from seqmoe_weights.packed import PackedModel
+
+    return PackedModel.open(options.find_model(model)) if model else None
+
+
+def _traces(names: list[str]) -> Trace:
+    from seqmoe_cli.forecast.corpus import joined
+    from seqmoe_cli.forecast.shipped import open_trace
+
+    return joined([open_trace(name) for name in names])
+
+
+def _own_text(
+    packed: PackedModel | None, settings: EngineOptions, tokens: int, hidden: int, seed: int
+) -> Trace:
+    """What the model says to itself, recorded."""
+    from seqmoe_cli.chat.own_text import OwnText
+    from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
+    from seqmoe_cli.chat.template import ChatTemplate
+    from seqmoe_cli.engine.tokenizer import Tokenizer
+    from seqmoe_cli.forecast.recorder import TraceRecorder
+
+    assert packed is not None
+    folder = packed.path
+    template, tokenizer = ChatTemplate.open(folder), Tokenizer.open(folder)
+    sampling = SamplingSettings({}, checkpoint_settings(folder)).params
+    if hidden:
+        check_range("--hidden", hidden, 1, packed.config.hidden_size)
+    recorder = TraceRecorder(packed.name, packed.config, hidden_rank=hidden)
+    with options.opened_engine(folder, settings) as engine, _bar("own text") as tell:
+        text = OwnText(engine, template, tokenizer, sampling)
+        return text.trace(recorder, tokens, seed, lambda done: tell(done / tokens, f"{done:,}"))
+
+
+def _new_predictor(
+    packed: PackedModel | None, trace: Trace, width: int, place: torch.device
+) -> Predictor:
+    from seqmoe_cli.forecast.corpus import check_shape
+    from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
+
+    vocab_size = 0 if trace.token_ids is None else int(trace.token_ids.max()) + 1
+    if packed is not None:
+        config = packed.config
+        check_shape(
+            trace, config.num_hidden_layers, config.num_experts, config.num_experts_per_tok,
+            f"{packed.name} has",
+        )  # fmt: skip
+        if vocab_size > config.vocab_size:
+            raise UsageError(
+                f"the trace has the token id {vocab_size - 1}, {packed.name} only "
+                f"{config.vocab_size:,} tokens",
+                "give a trace of the same model",
+            )
+        vocab_size = config.vocab_size if vocab_size else 0
+    shape = PredictorShape.fitting(
+        num_layers=trace.num_layers,
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        vocab_size=vocab_size,
+        hidden_rank=0 if trace.hidden is None else trace.hidden.shape[1],
+        width=width,
+    )
+    return Predictor(shape, dropout=0.1).to(place)
+
+
+def _plan(minutes: float, passes: int, seed: int, place: torch.device) -> Plan:
+    """A GPU wants large batches; on a CPU a few tokens a batch learn more in the same time."""
+    from seqmoe_cli.forecast.training import Plan
+
+    if place.type == "cuda":
+        return Plan(minutes, passes, seed=seed)
+    return Plan(minutes, passes, rate=1.5e-3, batch_tokens=512, length=128, seed=seed)
+
+
+def _train(
+    predictor: Predictor,
+    packed: PackedModel | None,
+    parts: tuple[Trace, Trace],
+    plan: Plan,
+    checkpoint: Path | None,
+) -> tuple[Predictor, Progress]:
+    import torch
+
+    from seqmoe_cli.forecast.beginning import begin
+    from seqmoe_cli.forecast.corpus import Corpus
+    from seqmoe_cli.forecast.stored import round_weights
+    from seqmoe_cli.forecast.training import Training
+
+    torch.manual_seed(plan.seed)
+    learned, judged = (Corpus(part, predictor.base.device) for part in parts)
+    if checkpoint is None or not checkpoint.exists():
+        with status_line() as say:
+            say("counting")
+            embedding = None
+            if packed is not None and predictor.shape.vocab_size:
+                embedding = packed.load_tensor("model.embed_tokens.weight").to(predictor.base)
+            begin(predictor, learned, embedding)
+    training = Training(predictor, learned, judged, plan, checkpoint)
+    with _bar("training") as tell:
+
+        def told(now: Progress) -> None:
+            text = f"pass {now.passes:.1f}, loss {now.loss:.4f}, held out {now.held_out_loss:.4f}"
+            tell(now.share, text)
+
+        training.run(told)
+    round_weights(predictor)  # what is judged is what is stored
+    return predictor, training.progress()
+
+
+def _judge(predictor: Predictor, learned: Trace, judged: Trace) -> Recall:
+    from seqmoe_cli.forecast.foreseen import Foreseen
+    from seqmoe_cli.replay.recall import recall
+
+    with status_line() as tell:
+        return recall(learned, judged, Foreseen(predictor, judged).blocks, tell=tell)
+
+
+def _store(
+    predictor: Predictor, packed: PackedModel | None, output: Path | None, found: Recall,
+    num_tokens: int, done: Progress,
+) -> int:  # fmt: skip
+    from seqmoe_cli.forecast.stored import StoredPredictor
+    from seqmoe_cli.replay.recall_table import recall_facts
+
+    scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
+    facts: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "passes": round(done.passes, 2),
+        "top": list(found.top),
+        "recall": scores,
+    }
+    stored = StoredPredictor(predictor, facts)
+    if output is not None:
+        return stored.save(output)
+    assert packed is not None
+    stored.attach(packed.path)
+    return predictor.shape.num_bytes
+
+
+def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
+    from seqmoe_cli.replay.recall_table import recall_facts, recall_tables
+
+    if as_json:
+        facts = recall_facts(found)
+        facts |= {"passes": done.passes, "tokens_seen": done.tokens, "loss": done.held_out_loss}
+        print(json.dumps(facts, indent=2))
+        return
+    for line in recall_tables(found):
+        print(line)
+    print(f"\n{stored}")
+
+
+def _check_output(name: str, path: Path | None) -> None:
+    """Find out now, not after an hour, that a file cannot be written."""
+    if path is not None and path.exists() and not path.is_file():
+        raise UsageError(f"{name} {path} is no file", "give the name of a file")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{name} {path}: nothing can be written there", "choose another folder")
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, for people at a terminal only: call it with a share and a text."""
+    if not is_terminal(sys.stderr):
+        yield lambda share, text: None
+        return
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    with Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+        console=make_console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+    ) as bars:
+        task = bars.add_task(what, total=1.0, text="")
+        yield lambda share, text: bars.update(task, completed=share, text=text)

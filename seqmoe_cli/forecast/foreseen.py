@@ -1,0 +1,82 @@
+"""Foreseen: what a trained predictor would have said at every step of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.forecast.corpus import Corpus, check_shape
+from seqmoe_cli.forecast.predictor import Predictor, expected_uses
+from seqmoe_cli.forecast.trace import Trace
+
+_BLOCK = 64  # steps evaluated at once
+
+
+class Foreseen:
+    """Goes through the sequences from their first tokens on, each with a fresh state.
+
+    Raises `SeqmoeError` for a trace of another shape, `UsageError` for one without the token ids or
+    hidden states that the predictor was trained with.
+    """
+
+    def __init__(self, predictor: Predictor, trace: Trace) -> None:
+        shape = predictor.shape
+        check_shape(
+            trace, shape.num_layers, shape.num_experts, shape.top_k, "the predictor is for one of"
+        )
+        _check_inputs(predictor, trace)
+        self._predictor = predictor.eval()
+        self._corpus = Corpus(trace, predictor.base.device)
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """(number of the first token, uses expected from each on: f32 [n, W, N]), in order."""
+        corpus = self._corpus
+        for start, end in zip(corpus.starts.tolist(), corpus.ends.tolist(), strict=True):
+            state = self._predictor.start(1)
+            for first in range(start, end, _BLOCK):
+                index = torch.arange(first, min(first + _BLOCK, end), device=corpus.first.device)
+                with torch.no_grad():
+                    logits, state = self._predictor(corpus.inputs(index[None]), state)
+                yield first, expected_uses(logits[0]).cpu().numpy()
+
+
+class ForeseenSteps:
+    """The same as a `ForecastAt` of a replay that goes through some tokens of the trace in order:
+    `tokens` [n] has their numbers, `one` is what an expected use of 1 is in the result."""
+
+    def __init__(self, foreseen: Foreseen, tokens: NDArray[np.int64], one: int) -> None:
+        self._blocks, self._tokens, self._one = foreseen.blocks(), tokens, one
+        self._first, self._block = next(self._blocks)
+
+    def __call__(self, step: int) -> NDArray[np.int64]:
+        token = int(self._tokens[step])
+        while token >= self._first + len(self._block):
+            self._first, self._block = next(self._blocks)
+        expected = self._block[token - self._first] * self._one
+        return np.asarray(np.rint(expected), np.int64)
+
+
+def _check_inputs(predictor: Predictor, trace: Trace) -> None:
+    shape = predictor.shape
+    hint = "record the trace with the model that the predictor is for"
+    if shape.vocab_size and trace.token_ids is None:
+        raise UsageError(f"the trace of {trace.model} has no token ids", hint)
+    if shape.vocab_size and trace.token_ids is not None:
+        largest = int(trace.token_ids.max(initial=0))
+        if largest >= shape.vocab_size:
+            raise UsageError(
+                f"the trace of {trace.model} has the token id {largest}, the predictor knows "
+                f"{shape.vocab_size:,}",
+                hint,
+            )
+    rank = 0 if trace.hidden is None else trace.hidden.shape[1]
+    if shape.hidden_rank and rank != shape.hidden_rank:
+        raise UsageError(
+            f"the trace of {trace.model} has hidden states of {rank} dimensions, the predictor "
+            f"wants {shape.hidden_rank}",
+            f"record it with --hidden {shape.hidden_rank}",
+        )

@@ -1,0 +1,89 @@
+"""The predictor of a packed model: a safetensors file beside it that the manifest seals.
+
+Its name holds its hash, so that a new one is written beside the old one and takes its place when
+the manifest does. A model opens whatever state its predictor is in; only who loads it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from seqmoe_weights.errors import PackedModelError
+from seqmoe_weights.files import FileHashes, naming_os_errors, replacing, sync_folder, write_json
+from seqmoe_weights.manifest import MANIFEST_FILE, Manifest, is_predictor_file, read_manifest
+
+_HINT = "train it again: seqmoe train MODEL"
+Tensors = dict[str, torch.Tensor]
+
+
+def predictor_file(files: Mapping[str, FileHashes]) -> str | None:
+    """The predictor among the files of a manifest."""
+    return next((name for name in files if is_predictor_file(name)), None)
+
+
+def attach_predictor(folder: Path, tensors: Tensors, metadata: dict[str, str]) -> str:
+    """Put a predictor into a packed model, in the place of an earlier one; returns the name of its
+    file. Interrupted at any time, the model has the old one or the new one."""
+    raw = read_manifest(folder)
+    if raw is None:
+        raise PackedModelError(f"{folder} is not a packed model", "run seqmoe convert first")
+    manifest = Manifest.from_json(raw)
+    data = to_bytes(tensors, metadata)
+    name = f"predictor-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
+    with naming_os_errors("write", folder / name):
+        with replacing(folder / name) as file:
+            file.write(data)
+        sync_folder(folder)
+        files = {n: hashes for n, hashes in manifest.files.items() if not is_predictor_file(n)}
+        files[name] = FileHashes.of_bytes(data)
+        write_json(folder / MANIFEST_FILE, replace(manifest, files=files).as_json())
+        for old in folder.iterdir():
+            if is_predictor_file(old.name) and old.name != name:
+                old.unlink(missing_ok=True)
+        sync_folder(folder)
+    return name
+
+
+def read_predictor(folder: Path, files: Mapping[str, FileHashes]) -> tuple[Tensors, dict[str, str]]:
+    """Tensors and metadata of the predictor that a manifest names. Raises `PackedModelError` when
+    there is none, or it is missing or damaged."""
+    name = predictor_file(files)
+    if name is None:
+        raise PackedModelError(f"{folder} has no predictor", "make one with: seqmoe train MODEL")
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise PackedModelError(f"{name} is missing in {folder}", _HINT) from error
+    if FileHashes.of_bytes(data) != files[name]:
+        raise PackedModelError(f"{name} in {folder} is damaged (wrong SHA-256)", _HINT)
+    return from_bytes(data, folder / name)
+
+
+def to_bytes(tensors: Tensors, metadata: dict[str, str]) -> bytes:
+    """A safetensors file."""
+    return bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
+
+
+def from_bytes(data: bytes, path: Path) -> tuple[Tensors, dict[str, str]]:
+    """What `to_bytes` made; raises `PackedModelError` naming `path` for anything else."""
+    try:
+        tensors: Tensors = load(data)
+        size = int.from_bytes(data[:8], "little")
+        return tensors, _metadata(data[8 : 8 + size])
+    except (SafetensorError, ValueError) as error:
+        raise PackedModelError(f"{path} is no predictor: {error}", _HINT) from error
+
+
+def _metadata(header: bytes) -> dict[str, str]:
+    value: dict[str, Any] = json.loads(header)
+    metadata: dict[str, str] = value.get("__metadata__") or {}
+    return metadata
