@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,6 +137,14 @@ def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `UsageError` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise UsageError(f"{flag} {value!r} is not allowed", f"use {' or '.join(allowed)}")
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Find out now, not after an hour of work, that a file cannot be written."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{flag} {path} is no file", "give the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{flag} {path}: nothing can be written there", "choose another folder")
 
 
 def find_model(model: str) -> Path:

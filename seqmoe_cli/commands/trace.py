@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,6 @@ from seqmoe_cli.chat.console import is_terminal
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.commands.progress import status_line
-from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import check_range
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def trace(
         pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
     )
     conversations = read_prompts("--prompts", prompts)
-    _check_output(output)
+    options.check_output("-o", output)
     folder = options.find_model(model)
     config = PackedModel.open(folder).config
     if hidden is not None:
@@ -114,11 +112,3 @@ def trace(
         f"{output}: {recorder.num_tokens:,} tokens in {recorder.num_sequences:,} sequences, "
         f"{num_bytes:,} bytes"
     )
-
-
-def _check_output(path: Path) -> None:
-    """Find out now, not after an hour of answers, that OUT cannot be written."""
-    if path.exists() and not path.is_file():
-        raise UsageError(f"-o {path} is no file", "give the name of a file")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"-o {path}: nothing can be written there", "choose another folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,7 +103,8 @@ def train(
     if model is None and not (trace and output):
         raise UsageError("no MODEL is given", "give one, or both --trace and -o")
     for name, path in (("-o", output), ("--record", record), ("--held-out", held_out)):
-        _check_output(name, path)
+        if path is not None:
+            options.check_output(name, path)
     from seqmoe_cli.engine.device import choose_placement
     from seqmoe_cli.forecast.corpus import divide
 
@@ -276,14 +276,6 @@ def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
     for line in recall_tables(found):
         print(line)
     print(f"\n{stored}")
-
-
-def _check_output(name: str, path: Path | None) -> None:
-    """Find out now, not after an hour, that a file cannot be written."""
-    if path is not None and path.exists() and not path.is_file():
-        raise UsageError(f"{name} {path} is no file", "give the name of a file")
-    if path is not None and not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{name} {path}: nothing can be written there", "choose another folder")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Experts(Protocol):
 class Decoder(ABC):
     """A decoder over its resident weights, under their Hugging Face names.
 
-    The operations below exist for one reason beside the names: each of them is one kernel launch
+    The projections below exist for one reason beside the names: each of them is one kernel launch
     when there is one token.
     """
 

@@ -1,27 +1,9 @@
-"""OLMoE: queries and keys normed over their full width, softmax-routed experts whose weights
-are left as the softmax gives them unless the checkpoint asks for renormalisation."""
+"""OLMoE: the layer of Qwen3-MoE. What differs is in the checkpoint: the norms of queries and keys
+have a weight for each of their elements, so that they are normed over their full width, and the
+experts' weights stay as the softmax gives them unless the configuration wants them renormalised."""
 
 from __future__ import annotations
 
-import torch
+from seqmoe_cli.models.qwen3_moe import Qwen3Moe
 
-from seqmoe_cli.models.decoder import Attention, Decoder, Experts
-
-
-class Olmoe(Decoder):
-    def layer(
-        self, n: int, x: torch.Tensor, attention: Attention, experts: Experts
-    ) -> torch.Tensor:
-        at = f"model.layers.{n}"
-        attn, before, between = (
-            f"{at}.{name}" for name in ("self_attn", "input_layernorm", "post_attention_layernorm")
-        )
-        q, k, v = self.projections(x, before, f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
-        mixed = attention(n, q, k, v, self.rotation(f"{attn}.q_norm", f"{attn}.k_norm"))
-        x = self.add_projection(x, f"{attn}.o_proj", mixed)
-
-        h, logits = self.normed_projection(x, between, f"{at}.mlp.gate")  # logits [T, num_experts]
-        return experts(n, x, h, logits)
-
-
-DECODER = Olmoe
+DECODER = Qwen3Moe
