@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
+from seqmoe_cli.environment import prepare_torch  # noqa: E402
+
+prepare_torch()
+
 import torch  # noqa: E402
 
 from benchmarks.agreement import (  # noqa: E402

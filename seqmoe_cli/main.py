@@ -22,6 +22,7 @@ from seqmoe_cli.commands.perplexity import perplexity
 from seqmoe_cli.commands.simulate import simulate
 from seqmoe_cli.commands.trace import trace
 from seqmoe_cli.commands.train import train
+from seqmoe_cli.environment import prepare_torch
 from seqmoe_cli.errors import SeqmoeError, UsageError
 
 app = typer.Typer(
@@ -50,9 +51,7 @@ def seqmoe(
 def main(argv: list[str] | None = None) -> int:
     """Run `seqmoe` with `argv` (default: the process's own) and return its exit code: 0, 1 for a
     failure, 2 for wrong usage, 130 when interrupted. A bug leaves as the exception it is."""
-    # Threads of torch that wait by spinning take the cores from each other on a busy machine; a
-    # token then costs ten times as much. OpenMP reads this when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    prepare_torch()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
     if sys.stdout is None:  # closed by the caller: files opened later would take its place

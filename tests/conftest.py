@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads leave the cores to others
+from seqmoe_cli.environment import prepare_torch
 
-import torch
+prepare_torch()
+
+import torch  # noqa: E402 - reads the environment
 
 ROOT = Path(__file__).parents[1]
 HAS_GPU = torch.cuda.is_available()

@@ -29,6 +29,7 @@ LAYERS = {
     "seqmoe_cli.errors": {"seqmoe_weights"},
     "seqmoe_cli.settings": {"seqmoe_cli.errors"},
     "seqmoe_cli.paths": set[str](),
+    "seqmoe_cli.environment": set[str](),
     "seqmoe_cli.residency": ENGINE | {"numpy"},
     "seqmoe_cli.models": ENGINE,
     "seqmoe_cli.forecast": CALM | {"seqmoe_weights", "torch", "numpy"},
