@@ -12,7 +12,8 @@ RUN := .venv/bin/python
 PIP := $(RUN) -m pip -qq --disable-pip-version-check
 DEMO := .demo/smollm2-sparse
 DEMO_TOOLS := $(wildcard tools/demo_model/*.py) \
-	$(addprefix tools/demo_model/sparse/,build.py decoder.py delta.py delta.safetensors)
+	$(addprefix tools/demo_model/sparse/,build.py decoder.py delta.py \
+		delta.safetensors healing.safetensors)
 MAKEFLAGS += --no-print-directory
 
 # Taken from the command line only (some shells export a PROMPT of their own), and not expanded.

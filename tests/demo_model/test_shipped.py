@@ -28,8 +28,15 @@ from safetensors.torch import load_file
 from tools.demo_model.answers import POOL, PROMPTS
 from tools.demo_model.checkpoint import write_checkpoint
 from tools.demo_model.source import DenseModel, packaged_gguf, read_gguf
-from tools.demo_model.sparse.build import DELTA, TOP_K, sparse_config, sparse_tensors
-from tools.demo_model.sparse.delta import read_delta, round_delta
+from tools.demo_model.sparse.build import (
+    DELTA,
+    HEALING,
+    TOP_K,
+    shipped_delta,
+    sparse_config,
+    sparse_tensors,
+)
+from tools.demo_model.sparse.delta import is_healed, read_delta, round_delta
 
 Run = tuple[list[int], TurnStats, Trace]
 NUM_LAYERS = 4
@@ -47,7 +54,7 @@ def dense() -> DenseModel:
 
 @pytest.fixture(scope="module")
 def delta() -> dict[str, Tensor]:
-    return load_file(DELTA)
+    return shipped_delta()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,17 @@ def test_delta_fits_the_dense_model(dense: DenseModel, delta: dict[str, Tensor])
     for name, tensor in delta.items():
         assert bool(tensor.float().isfinite().all()), name
         torch.testing.assert_close(again[name], tensor, rtol=1e-6, atol=0, msg=name)
-    assert DELTA.stat().st_size < 40 * 2**20
+    assert DELTA.stat().st_size + HEALING.stat().st_size < 40_000_000
+
+
+def test_healing_takes_the_place_of_its_part_of_the_delta(delta: dict[str, Tensor]) -> None:
+    first, healing = load_file(DELTA), load_file(HEALING)
+    assert healing.keys() == {name for name in first if is_healed(name)}
+    assert delta.keys() == first.keys()
+    for name, tensor in delta.items():
+        assert torch.equal(tensor, (healing if is_healed(name) else first)[name]), name
+        if name in healing and not name.endswith(".step"):
+            assert healing[name].shape != first[name].shape or not torch.equal(tensor, first[name])
 
 
 def test_pool_changes_no_text(cut: Path, everything: Run) -> None:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from tools.demo_model.sparse.build import sparse_config, sparse_tensors
-from tools.demo_model.sparse.corrections import LOWERED, MOST, RAISED, Marks, correct
+from tools.demo_model.sparse.corrections import (
+    LOWERED,
+    MOST,
+    MOST_LOWERED,
+    RAISED,
+    Marks,
+    correct,
+)
 from tools.demo_model.sparse.decoder import Decoder, dense_decoder, hidden_states
 from tools.demo_model.sparse.delta import is_healed, read_delta, round_delta
 from tools.demo_model.sparse.distill import Distiller, Weights
@@ -152,10 +159,11 @@ def test_corrections_of_a_row_that_repeats_itself() -> None:
         usual = now >= 5 and min(six) > 16
         before = [then for then in range(5, now) if usual and row[then - 5 : then + 1] == six]
         following = row[before[-1] + 1] if before else 0
-        assert lowered[0, now] == (LOWERED if following > 16 else 0)
+        repeats = max(len(before) - 1, 0)
+        assert lowered[0, now] == LOWERED * min(repeats, MOST_LOWERED) * (following > 16)
         assert not lowered[0, now] or token[0, now] == following
         inside = begun + 1 < now < row.index(2, begun)
-        assert raised[0, now] == (RAISED * min(max(len(before) - 1, 0), MOST) if inside else 0)
+        assert raised[0, now] == RAISED * min(repeats, MOST) * inside
 
 
 def test_the_end_is_made_likelier_in_long_answers_only() -> None:
@@ -163,8 +171,8 @@ def test_the_end_is_made_likelier_in_long_answers_only() -> None:
     turn = torch.arange(20, 420).tolist()  # nothing repeats itself
     rows = torch.tensor([[1, 31, 19, *turn, 2, 1, 30, 19, *turn, 2]])
     raised = correct(rows, marks, num_rows=1).raised[0]
-    assert not raised[: len(turn) + 8 + 100].any()
-    assert 0 < raised[len(turn) + 8 + 200] < raised[-2]
+    assert not raised[: len(turn) + 8 + 190].any()
+    assert 0 < raised[len(turn) + 8 + 250] < raised[-2]
     assert raised[-1] == 0
 
 
@@ -172,7 +180,7 @@ def test_student_learns_a_correction(teacher: Decoder, student: Student, rows: T
     marks = Marks(end=94, header=(95, 93, 20))
     looping = rows.clamp(17, 92)
     looping[:, :3] = torch.tensor([95, 93, 20])
-    looping[:, 11:19] = looping[:, 3:11]
+    looping[:, 10:17] = looping[:, 17:24] = looping[:, 3:10]
     correction = correct(looping, marks, len(rows))
     assert correction.lowered.any()
     free = Distiller(teacher, student, False).backward(looping, Weights(0.0, 0.0)).divergence

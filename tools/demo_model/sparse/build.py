@@ -1,4 +1,5 @@
-"""Builds the sparse demo model: the dense weights of the package and the delta of this folder.
+"""Builds the sparse demo model: the dense weights of the package, the delta of this folder and its
+healing.
 
 python -m tools.demo_model.sparse.build FOLDER
 """
@@ -18,9 +19,15 @@ from tools.demo_model.source import packaged_gguf, read_gguf
 from tools.demo_model.sparse.decoder import LINEARS, NORMS
 from tools.demo_model.sparse.delta import read_delta
 
-DELTA = Path(__file__).parent / "delta.safetensors"
+DELTA = Path(__file__).parent / "delta.safetensors"  # of the first training
+HEALING = Path(__file__).parent / "healing.safetensors"  # of the second
 TOP_K = 2
 REPETITION_PENALTY = 1.05  # without it, long answers of so small a model tend to loop
+
+
+def shipped_delta() -> dict[str, Tensor]:
+    """The delta of the healed model: the healing's tensors take the place of the first ones."""
+    return load_file(DELTA) | load_file(HEALING)
 
 
 def sparse_config(dense: dict[str, Any], delta: dict[str, Tensor], top_k: int) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def _experts(
 
 def make_checkpoint(folder: Path) -> Path:
     """Write the checkpoint to `folder`; raises `FileNotFoundError` without the dense weights."""
-    dense, delta = read_gguf(packaged_gguf()), load_file(DELTA)
+    dense, delta = read_gguf(packaged_gguf()), shipped_delta()
     config = sparse_config(dense.config, delta, TOP_K)
     tensors = sparse_tensors(dense.tensors, delta)
     sampling = SAMPLING | {"repetition_penalty": REPETITION_PENALTY}

@@ -2,8 +2,9 @@
 
 Small models at low temperature say the same thing again and again. SmolLM2 itself, asked everyday
 questions as the demo asks them, does so in one answer of four. So its logits are corrected: the
-token that came next the last time the row stood at the same six tokens is made less likely; the
-end of the turn more likely, the oftener the row has stood there and the longer the answer is.
+token that came next the last time the row stood at the same six tokens is made less likely, and
+the end of the turn more likely, the oftener the row has stood there; the end also the longer the
+answer is. Twice the same is no loop yet: a third of what the corrections cost is paid there.
 What never ends a turn, the middle of a sentence, stays that way.
 """
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 SAME = 6  # tokens that must be the same
 NUM_SPECIAL = 17  # SmolLM2's first tokens; the frame of a conversation may repeat itself
-LOWERED = 1.5  # of the logit of going on as before
-RAISED, MOST = 3.0, 4  # of the end's logit, for each time but the first, and times that count
-PATIENCE, HURRY, MOST_HURRY = 120, 1 / 60, 5.0  # tokens; of the end's logit, a token over; at most
+LOWERED, MOST_LOWERED = 0.75, 2  # of the logit of going on as before, each time but the first
+RAISED, MOST = 3.0, 4  # of the end's logit, each time but the first, and times that count
+PATIENCE, HURRY, MOST_HURRY = 200, 1 / 60, 3.0  # tokens; of the end's logit, a token over; at most
 
 
 class Marks(NamedTuple):
@@ -53,7 +54,7 @@ def correct(rows: Tensor, marks: Marks, num_rows: int) -> Correction:
     places = torch.arange(rows.shape[1], device=rows.device)
     last = (same * places).amax(dim=-1)
     token = rows[:num_rows].gather(1, last + 1)
-    lowered = LOWERED * ((times > 0) & (token >= NUM_SPECIAL))
+    lowered = LOWERED * (times - 1).clamp(0, MOST_LOWERED) * (token >= NUM_SPECIAL)
     answered = answer_lengths(rows[:num_rows], marks)
     hurry = ((answered - PATIENCE) * HURRY).clamp(0, MOST_HURRY)
     raised = (RAISED * (times - 1).clamp(0, MOST) + hurry) * (answered > 0)

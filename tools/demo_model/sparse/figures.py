@@ -21,7 +21,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|---:|---:|"
     for kind, dense in teacher.items():
         sparse = student[kind]
-        yield f"| {kind} | {dense:.2f} | {sparse:.2f} | {sparse / dense:.2f} |"
+        yield f"| {kind} | {dense:.2f} | {sparse:.2f} | {sparse / dense:.3f} |"
     load = np.array(results["load"])
     yield from ("", "| layer | least used | 1st quartile | median | 3rd quartile | most used |")
     yield "|---:|---:|---:|---:|---:|---:|"

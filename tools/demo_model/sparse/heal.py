@@ -42,7 +42,7 @@ from tools.demo_model.sparse.train import (
 from tools.demo_model.sparse.writer import Clock, Pen, Writer, without_kept_prompts
 
 SEED = 2
-SHARES = {"own": 0.4, "chats": 0.3, "corpus": 0.3}  # of a batch's rows
+SHARES = {"own": 0.35, "chats": 0.4, "corpus": 0.25}  # of a batch's rows
 AGAIN = 0.25  # of the conversations, at most: earlier ones taken up
 TEMPERATURE, TIMES = 0.2, 3  # of the check's answers, and how often each prompt is asked
 
