@@ -16,14 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from seqmoe_cli.forecast.recorder import PROJECTION_SEED, projection
 from seqmoe_cli.forecast.trace import DECODE, PREFILL, Trace, expert_dtype
 from tools.demo_model.source import packaged_gguf, read_gguf
-from tools.demo_model.sparse.build import DELTA, REPETITION_PENALTY, TOP_K
+from tools.demo_model.sparse.build import REPETITION_PENALTY, TOP_K, shipped_delta
 from tools.demo_model.sparse.chat import Everyday, conversation_flow, openings, prompt_rows
 from tools.demo_model.sparse.decoder import Decoder, dense_decoder, hidden_states
 from tools.demo_model.sparse.sampler import Choice, Request, sample
@@ -43,7 +42,7 @@ def load_model(device: torch.device) -> tuple[Decoder, Tokenizer]:
     decoder = dense_decoder(dense.config, dense.tensors, device, torch.bfloat16)
     base = stacked_base(dense.tensors, decoder.shape.num_layers, device)
     with torch.no_grad():
-        student = delta_student(decoder, base, load_file(DELTA), TOP_K)
+        student = delta_student(decoder, base, shipped_delta(), TOP_K)
         model = student.decoder()
     return model, build_tokenizer(dense.tokenizer)
 
