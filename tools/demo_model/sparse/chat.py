@@ -52,8 +52,8 @@ def fixed_prompts() -> list[list[str]]:
 
 
 def check_prompts() -> list[list[str]]:
-    """User turns of the same kinds, a hundred conversations, to count the answers that end; never
-    trained on."""
+    """User turns of the same kinds, a hundred conversations, to count the answers that end; left
+    out of the second training."""
     return _prompts("check.json")
 
 

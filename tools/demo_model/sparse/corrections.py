@@ -1,11 +1,11 @@
 """What the student is to learn better than its teacher: to leave loops, and to come to an end.
 
 Small models at low temperature say the same thing again and again. SmolLM2 itself, asked everyday
-questions as the demo asks them, does so in one answer of four. So its logits are corrected: the
-token that came next the last time the row stood at the same six tokens is made less likely, and
+questions, does so in one answer of four to seven, by how it samples. So its logits are corrected:
+the token that came next the last time the row stood at the same six tokens is made less likely, and
 the end of the turn more likely, the oftener the row has stood there; the end also the longer the
-answer is. Twice the same is no loop yet: a third of what the corrections cost is paid there.
-What never ends a turn, the middle of a sentence, stays that way.
+answer is. Twice the same is no loop yet, and is let be. What never ends a turn, the middle of a
+sentence, stays that way.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -19,6 +21,12 @@ BATCH = 16  # rows
 CHUNK = 4096  # tokens whose logits are in memory at a time
 CHOICE = Choice(0.1, REPETITION_PENALTY)  # about as generation_config.json advises
 CUT = " [cut]"
+HELD_OUT = Path(__file__).parent / "held_out.safetensors"  # of the first training
+
+
+def held_out_chats() -> Tensor:
+    """The dense model's conversations that neither training has seen: int32 [R, T]."""
+    return load_file(HELD_OUT)["chats"]
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@ The student of `delta.safetensors` writes conversations itself and is pulled, on
 teacher's and on the corpora, to the teacher's next-token distribution with the corrections of
 `corrections.py`. Only what `delta.is_healed` names is trained and written.
 
-    python -m tools.demo_model.sparse.heal --gguf FILE --corpus FOLDER --text FILE --out FOLDER \
-        --held-out RESULTS
+    python -m tools.demo_model.sparse.heal --gguf FILE --corpus FOLDER --text FILE --out FOLDER
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tools.demo_model.sparse.chat import check_prompts, fixed_prompts
 from tools.demo_model.sparse.corrections import Marks
 from tools.demo_model.sparse.decoder import Decoder
 from tools.demo_model.sparse.delta import is_healed, round_delta
-from tools.demo_model.sparse.evaluate import Interview, ended
+from tools.demo_model.sparse.evaluate import Interview, ended, held_out_chats
 from tools.demo_model.sparse.schedule import Corrected, Training
 from tools.demo_model.sparse.student import delta_student, healing_student
 from tools.demo_model.sparse.text import Batches
@@ -120,9 +119,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this training."""
     add_common_options(parser)
     parser.add_argument("--delta", type=Path, default=DELTA, help="the first training's")
-    parser.add_argument(
-        "--held-out", type=Path, required=True, help="results.json of the first training"
-    )
     add_numbers(
         parser,
         ("seconds", 430.0, "when training ends, from the start"),
@@ -148,8 +144,7 @@ def main() -> None:
     options, clock = parser.parse_args(), Clock()
     pen = Pen(0.2, 1.0, options.penalty, 0.25, AGAIN, options.length, options.compile)
     start = prepare(options, clock, SEED, pen)
-    held_out = torch.tensor(json.loads(options.held_out.read_text())["held_out_chats"])
-    chats = held_out.to(start.text.held_out_chats)
+    chats = held_out_chats().to(start.text.held_out_chats)
     start = replace(start, text=replace(start.text, held_out_chats=chats))
     results = options.out / "results.json"
     healing = Healing(start, options, clock)
