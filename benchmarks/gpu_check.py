@@ -27,10 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 
 import torch  # noqa: E402
 
-from benchmarks import demo_text, kernels, random_model  # noqa: E402
+from benchmarks import demo_text, forecast_levels, kernels, random_model  # noqa: E402
 from seqmoe_cli.bench.machine import Machine  # noqa: E402
 
-PARTS = ("tests", "kernels", "demo", "full-size")
+PARTS = ("tests", "kernels", "demo", "full-size", "forecast")
 
 
 TEST_PROCESSES = 6  # side by side: most of the time goes into compiling kernels
@@ -77,6 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="run just this part")
     parser.add_argument("--demo", type=Path, default=ROOT / ".demo/smollm2-sparse")
+    parser.add_argument("--predictor", type=Path, help="for the replayed trace")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/gpu")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -87,6 +88,7 @@ def main() -> int:
         "kernels": kernels.bench,
         "demo": lambda: demo_text.compare(args.demo),
         "full-size": random_model.bench,
+        "forecast": lambda: forecast_levels.bench(args.demo, args.predictor),
     }
     machine = Machine.inspect("cuda")
     commit = machine.build_commit

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 import torch
 
+from benchmarks.reading import read_gate_up
 from seqmoe_cli.bench.ceilings import Ceilings
 from seqmoe_kernels import (
     READY,
@@ -169,6 +170,8 @@ def expert_cases(kind: str, fmt: ExpertFormat, slots: torch.Tensor) -> Iterator[
     part = TOP_K * (PART * fmt.weight_dtype.itemsize + SCALES * (fmt is FORMAT))
     calls = [lambda p=p: gate_up_triton(x, slots, found(p), fmt) for p in orders]
     yield Case(f"experts ({kind}): gate, up", 2 * part, calls)
+    calls = [lambda p=p: read_gate_up(slots, p, fmt) for p in orders]
+    yield Case(f"experts ({kind}): gate, up, only read", 2 * part, calls)
     calls = [lambda p=p: down_triton(act, slots, p, shares, x, fmt) for p in orders]
     yield Case(f"experts ({kind}): down, sum, residual", part, calls)
     calls = [lambda p=p: expert_mlp(x, x, slots, found(p), shares, fmt) for p in orders]
@@ -200,21 +203,25 @@ def sampling_cases() -> Iterator[Case]:
         yield Case(f"sample, {name}", 9 * VOCAB, [lambda s=state: sample(logits, s)] * 32)
 
 
-def attention_cases() -> Iterator[Case]:
-    shape = (8, 2, 8192, KV_HEADS, HEAD_DIM)
+def attention_case(context: int, num_states: int = 8) -> Case:
+    """Attention behind `context` tokens, the new one among them, over so many layers' KV states."""
+    shape = (num_states, 2, max(context, 8192), KV_HEADS, HEAD_DIM)
     states = torch.randn(shape, dtype=BF16, device="cuda")
     row = torch.randn((1, (HEADS + 2 * KV_HEADS) * HEAD_DIM), dtype=BF16, device="cuda")
     qkv = row.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], 1)
     gain = torch.randn(HEAD_DIM, dtype=BF16, device="cuda")
     rotation = Rotation(torch.rand(HEAD_DIM // 2, device="cuda"), gain, gain, 1e-6)
-    for context in (100, 4096):
-        position = torch.tensor([context - 1], device="cuda")
-        calls = [
-            lambda s=state, p=position: attention_step(*qkv, *s, p, rotation, HEAD_DIM**-0.5)
-            for state in states
-        ]
-        num_bytes = 2 * 2 * context * KV_HEADS * HEAD_DIM
-        yield Case(f"attention at {context}", num_bytes, calls)
+    position = torch.tensor([context - 1], device="cuda")
+    calls = [
+        lambda s=state: attention_step(*qkv, *s, position, rotation, HEAD_DIM**-0.5)
+        for state in states
+    ]
+    return Case(f"attention at {context}", 2 * 2 * context * KV_HEADS * HEAD_DIM, calls)
+
+
+def attention_us(context: int, num_layers: int) -> float:
+    """Microseconds of one layer's attention behind `context` tokens."""
+    return microseconds(attention_case(context, num_layers).calls)
 
 
 def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
@@ -261,7 +268,8 @@ def all_cases() -> Iterator[Case]:
     yield from matrix_cases()
     yield from expert_cases("fp8", FORMAT, slots)
     yield from expert_cases("bf16", BF16_FORMAT, bf16_slots())
-    yield from attention_cases()
+    for context in (128, 512, 4096, 16384):
+        yield attention_case(context)
     yield from residency_cases(slots)
 
 

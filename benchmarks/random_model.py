@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks import step_profile
+from benchmarks import kernels, step_profile
 from seqmoe_cli.bench.matrix import make_cases
 from seqmoe_cli.bench.recorded import RecordedRouting
 from seqmoe_cli.bench.session import Session
 from seqmoe_cli.bench.shapes import SHAPES
 from seqmoe_cli.bench.source import Loaded, Source, opened, random_source
+from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.memory import MemoryPlan, plan_memory
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 
@@ -32,6 +34,7 @@ SHAPE, TRACE, REPETITIONS = "qwen3-30b-a3b-fp8", "qwen3", 3
 POOLS = ("all", "45%", "25%", "15%")
 WAYS = (("all", "graph"), ("25%", "graph"), ("45%", "eager"))
 PROMPT_TOKENS, TEXT_TOKENS, CTX_SIZE = 64, 64, 1024
+DEPTH = 4096  # of the row behind a long context, and of the profile of such a step
 
 
 def bench(shape: str = SHAPE, device: str = "cuda") -> dict[str, Any]:
@@ -43,20 +46,58 @@ def bench(shape: str = SHAPE, device: str = "cuda") -> dict[str, Any]:
     replayed = Session.prepare(
         source, routing.cases(None, (0,)), _options(POOLS, device), REPETITIONS, routing=routing
     )
+    deep_cases = make_cases((), (128,), (DEPTH,))
+    deep = Session.prepare(source, deep_cases, _options(("all",), device), REPETITIONS)
+
+    def fill(engine: Engine) -> None:
+        fill_context(engine, source.ids[:DEPTH])
+
     rows = []
-    with source.loaded(plain.pools[0][1]) as loaded:
-        for session in (plain, replayed):
-            for row in session.rows(loaded, lambda text: None):
+    with source.loaded(plain.setups[0].plan) as loaded:
+        for session in (plain, replayed, deep):
+            prepare = fill if session is deep else None
+            for row in session.rows(loaded, lambda text: None, prepare):
                 rows.append(row.to_dict())
                 print(_summary(rows[-1]), flush=True)
         texts = compare_texts(source, loaded, device)
+        deep_step = profile_deep(source, loaded, device) if device == "cuda" else None
     command = f"seqmoe bench --shape {shape} -r {REPETITIONS} -o json --pool"
     return {
         "weights": "random",
-        "commands": [f"{command} all", f"{command} {','.join(POOLS)} --trace {TRACE}"],
+        "commands": [
+            f"{command} all",
+            f"{command} {','.join(POOLS)} --trace {TRACE}",
+            f"{command} all -p 0 -d {DEPTH}, the context filled at random",
+        ],
         "rows": rows,
         "texts": texts,
+        "step_behind_4096": deep_step,
     }
+
+
+def fill_context(engine: Engine, ids: Sequence[int]) -> None:
+    """Let the KV state hold `ids`, with random keys and values: no time depends
+    on what they are, and evaluating them takes long."""
+    engine.kv.keys.normal_()
+    engine.kv.values.normal_()
+    engine.kv.commit(ids)
+
+
+def profile_deep(source: Source, loaded: Loaded, device: str) -> dict[str, Any]:
+    """Where the time of a step behind DEPTH tokens goes, kernel by kernel, and the attention's
+    share of it: its calls in a graph of their own, against the step. (A kernel's time inside the
+    step includes its wait for the one before, which it overlaps.)"""
+    options = EngineOptions(PoolSize.parse("all"), device, ctx_size=DEPTH + 512)
+    plan = plan_memory(source, options)
+    with opened(source, loaded, plan) as engine:
+        fill_context(engine, source.ids[:DEPTH])
+        step = step_profile.report(engine, list(source.ids[: DEPTH + 1]))
+        num_layers = source.config.num_hidden_layers
+    attention = kernels.attention_us(DEPTH, num_layers)
+    step["attention_ms"] = attention * num_layers / 1e3
+    step["attention_share"] = step["attention_ms"] / step["step_ms"]
+    print(f"attention {step['attention_ms']:.3f} ms, {100 * step['attention_share']:.1f} % of it")
+    return step
 
 
 def _options(pools: tuple[str, ...], device: str) -> list[EngineOptions]:

@@ -24,6 +24,11 @@ def history_file() -> Path:
     return _base("XDG_STATE_HOME", ".local/state") / "history"
 
 
+def profiles_dir() -> Path:
+    """Which experts the user's answers have used, a file for each model."""
+    return _base("XDG_STATE_HOME", ".local/state") / "profiles"
+
+
 def hf_cache_dir() -> Path:
     """Where `huggingface_hub` keeps downloaded repositories; only ever read."""
     hub = os.environ.get("HF_HUB_CACHE")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from seqmoe_cli.errors import UsageError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+PREFETCHES = ("off", "lookahead", "full")
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SLOTS, _MAX_BYTES = 10**9, 2**50  # beyond any machine: a typing error
 _POOL_HELP = (
@@ -64,14 +66,16 @@ class SamplingParams:
     seed: int | None = None
 
 
-POLICIES = ("lru", "decayed")
+POLICIES = ("lru", "decayed", "forecast")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
     None means all free memory of the device. `verify`: prove, on the device, that every slot read
-    holds the expert asked for. `policy`, one of POLICIES: who leaves the pool."""
+    holds the expert asked for. `policy`, one of POLICIES: who leaves the pool. `prefetch`, one of
+    PREFETCHES: whether experts are copied before they are wanted. `predictor`: a file to take in
+    the place of the model's own."""
 
     pool: PoolSize = PoolSize("auto")
     device: str = "auto"
@@ -80,3 +84,12 @@ class EngineOptions:
     vram_gib: float | None = None
     verify: bool = False
     policy: str = "lru"
+    prefetch: str = "off"
+    predictor: Path | None = None
+
+    @property
+    def forecasting(self) -> str:
+        """The flag that a predictor is needed for; empty if it is not."""
+        if self.policy == "forecast":
+            return "--policy forecast"
+        return "--prefetch full" if self.prefetch == "full" else ""

@@ -32,7 +32,7 @@ LAYERS = {
     "seqmoe_cli.environment": set[str](),
     "seqmoe_cli.residency": ENGINE | {"numpy"},
     "seqmoe_cli.models": ENGINE,
-    "seqmoe_cli.forecast": CALM | {"seqmoe_weights", "torch", "numpy"},
+    "seqmoe_cli.forecast": ENGINE | {"numpy"},
     "seqmoe_cli.replay": CALM | {"seqmoe_cli.forecast", "seqmoe_cli.residency", "numpy"},
     "seqmoe_cli.engine": ENGINE
     | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast", "tokenizers"},

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.formats import PoolState
+from seqmoe_kernels.flights import check_flights, look_at_flights
+from seqmoe_kernels.formats import Flights, PoolState
 from seqmoe_kernels.lookup import (
     Resolved,
     check_pool,
@@ -18,7 +19,8 @@ from seqmoe_kernels.lookup import (
     warps_for,
 )
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
-from seqmoe_kernels.router import best_experts, route_reference
+from seqmoe_kernels.prospects import Prospects, check_prospects
+from seqmoe_kernels.router import best_experts, load_logits, route_reference
 
 
 class Routing(NamedTuple):
@@ -51,13 +53,20 @@ def choose_reference(
     routing: Routing,
     pool: PoolState,
     recorded: RecordedIds | None = None,
+    flights: Flights | None = None,
+    prospects: Prospects | None = None,
+    used: torch.Tensor | None = None,
 ) -> Chosen:
     ids, weights = route_reference(logits, routing.top_k, routing.renormalize)
     chosen = ids[0]
     if recorded is not None:
         chosen = recorded.ids[recorded.step % len(recorded.ids), layer][0]
-    wanted = chosen + layer * routing.num_experts
-    return Chosen(wanted, weights[0], resolve_reference(wanted, pool))
+    first = layer * routing.num_experts
+    wanted = chosen + first
+    if used is not None:
+        wanted = used[layer * routing.top_k :][: routing.top_k].copy_(wanted)
+    resolved = resolve_reference(wanted, pool, flights, prospects, first)
+    return Chosen(wanted, weights[0], resolved)
 
 
 @triton.jit
@@ -66,6 +75,8 @@ def _choose_kernel(
     wanted,
     weights,
     pool,
+    flights,
+    prospects,
     resolved,
     recorded_ids,
     recorded_step,
@@ -81,11 +92,16 @@ def _choose_kernel(
     BLOCK_S: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORDED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    ids, shares = best_experts(logits, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
+    logit = load_logits(logits, E, BLOCK_E)
+    seen = None
+    if PREFETCH:
+        seen = look_at_flights(pool, flights)
+    ids, shares = best_experts(logit, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
     rank = tl.arange(0, BLOCK_K)
     if RECORDED:
         row = tl.load(recorded_step) % num_recorded * num_layers + layer
@@ -93,7 +109,11 @@ def _choose_kernel(
     flat = ids + layer * E
     tl.store(wanted + rank, flat, mask=rank < K)
     tl.store(weights + rank, shares, mask=rank < K)
-    resolve_experts(flat, K, pool, resolved, num_slots, num_gaps, BLOCK_S)
+    top_k: tl.constexpr = K if PREFETCH else 0
+    resolve_experts(
+        flat, K, pool, flights, seen, prospects, layer * E, resolved, num_slots, num_gaps, BLOCK_S,
+        top_k,
+    )  # fmt: skip
 
 
 def choose_triton(
@@ -102,6 +122,9 @@ def choose_triton(
     routing: Routing,
     pool: PoolState,
     recorded: RecordedIds | None = None,
+    flights: Flights | None = None,
+    prospects: Prospects | None = None,
+    used: torch.Tensor | None = None,
 ) -> Chosen:
     check_kernel_device(logits)
     num_experts, top_k, renormalize = routing
@@ -109,8 +132,15 @@ def choose_triton(
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}, expected 1 to {num_experts} (the number of experts)")
     check_pool(pool, logits.device)
+    if flights is not None:
+        check_flights(flights, logits.device)
+        check("absent", flights.absent, torch.int32, (top_k,), logits.device)
+    num_layers = len(pool.slot_of) // num_experts
+    if prospects is not None:
+        check_prospects(prospects, len(pool.slot_of), logits.device)
+    if used is not None:
+        check("used", used, torch.int32, (num_layers * top_k,), logits.device)
     if recorded is not None:
-        num_layers = len(pool.slot_of) // num_experts
         check("ids", recorded.ids, torch.int32, (-1, num_layers, top_k), logits.device)
         check("step", recorded.step, torch.int64, (1,), logits.device)
 
@@ -119,17 +149,20 @@ def choose_triton(
 
     weights = torch.empty(top_k, dtype=torch.float32, device=logits.device)
     resolved = Resolved(ints(top_k), ints(top_k), ints(top_k), ints(1))
-    chosen = Chosen(ints(top_k), weights, resolved)
+    wanted = ints(top_k) if used is None else used[layer * top_k :][:top_k]
+    chosen = Chosen(wanted, weights, resolved)
     block_slots = triton.next_power_of_2(len(pool.owner))
     _choose_kernel[(1,)](
         logits,
         chosen.wanted,
         weights,
         pool,
+        flights,
+        prospects,
         resolved,
         *((None, None, 1) if recorded is None else (*recorded, len(recorded.ids))),
         layer,
-        len(pool.slot_of) // num_experts,
+        num_layers,
         len(pool.owner),
         len(pool.log_sums),
         num_experts,
@@ -139,6 +172,7 @@ def choose_triton(
         block_slots,
         renormalize,
         recorded is not None,
+        flights is not None,
         num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
         **pdl_options(logits.device),
@@ -152,10 +186,15 @@ def choose(
     routing: Routing,
     pool: PoolState,
     recorded: RecordedIds | None = None,
+    flights: Flights | None = None,
+    prospects: Prospects | None = None,
+    used: torch.Tensor | None = None,
 ) -> Chosen:
     """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
 
-    With `recorded` the router's weights stay, its choice is replaced. Updates `pool` in place.
+    With `recorded` the router's weights stay, its choice is replaced. With `prospects` the victims
+    are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). Updates `pool`
+    and `flights` in place.
     """
     run = choose_triton if logits.is_cuda else choose_reference
-    return run(logits, layer, routing, pool, recorded)
+    return run(logits, layer, routing, pool, recorded, flights, prospects, used)

@@ -55,6 +55,13 @@ def decode_biased(byte):
 
 
 @triton.jit
+def decode_half(byte):
+    """Decode int8 e4m3 codes to f16 values times 2^-8. Wrong for the two NaN codes only."""
+    spread_sign = byte.to(tl.int16) << 7  # s s e e e e m m m 0...
+    return (spread_sign & -0x4080).to(tl.float16, bitcast=True)  # s 0 e e e e m m m 0...
+
+
+@triton.jit
 def _dequantize_kernel(weight, scale, out, rows, cols, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)

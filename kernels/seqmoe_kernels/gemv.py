@@ -117,12 +117,10 @@ def _gemv_kernel(
         gain,
         inv_rms,
         scales,
-        scales,
         K,
         BLOCK_K,
         TILES,
         NORM,
-        False,
     )
     if BIAS:
         result += tl.load(bias + row, mask=inside, other=0).to(tl.float32)
@@ -166,7 +164,8 @@ def linears_triton(
     check_kernel_device(x)
     check_linears(x, matrices, norm, residual)
     if x.shape[0] == 1:
-        return _one_token(x, matrices, norm, residual, tiling)
+        row = one_token(x, matrices, norm, residual, tiling)
+        return list(row.split([len(matrix.weight) for matrix in matrices], dim=1))
     h = x if norm is None else rms_norm(x, *norm)
     out = []
     for weight, scale, bias in matrices:
@@ -175,14 +174,15 @@ def linears_triton(
     return out if residual is None else [residual + product for product in out]
 
 
-def _one_token(
+def one_token(
     x: torch.Tensor,
     matrices: Sequence[Matrix],
     norm: Norm | None,
     residual: torch.Tensor | None,
     tiling: Tiling | None,
     normed: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+) -> torch.Tensor:
+    """The products of `x` [1, in] one behind the other, [1, sum of out]; norm(x) into `normed`."""
     cols, sizes = x.shape[1], [len(matrix.weight) for matrix in matrices]
     if cols % 16:
         raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
@@ -216,7 +216,7 @@ def _one_token(
         enable_fp_fusion=True,
         **pdl_options(x.device),
     )
-    return list(out.split(sizes, dim=1))
+    return out
 
 
 def linears(
@@ -243,27 +243,3 @@ def linear(
 ) -> torch.Tensor:
     """`linears` of one matrix."""
     return linears(x, (matrix,), norm, residual)[0]
-
-
-def normed_linear_reference(
-    x: torch.Tensor, norm: Norm, matrix: Matrix
-) -> tuple[torch.Tensor, torch.Tensor]:
-    h = rms_norm_reference(x, *norm)
-    return h, linear_reference(h, matrix)
-
-
-def normed_linear_triton(
-    x: torch.Tensor, norm: Norm, matrix: Matrix
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_kernel_device(x)
-    check_linears(x, [matrix], norm, None)
-    if x.shape[0] == 1:
-        h = torch.empty_like(x)
-        return h, _one_token(x, [matrix], norm, None, None, h)[0]
-    h = rms_norm(x, *norm)
-    return h, linears_triton(h, [matrix])[0]
-
-
-def normed_linear(x: torch.Tensor, norm: Norm, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return h = norm(x), [T, in], and `linear(h, matrix)`."""
-    return (normed_linear_triton if x.is_cuda else normed_linear_reference)(x, norm, matrix)

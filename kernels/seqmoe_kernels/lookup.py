@@ -10,6 +10,12 @@ import triton.language as tl
 
 from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.clock import add_span_reference, now_ns, now_ns_reference
+from seqmoe_kernels.flights import (
+    check_flights,
+    land_prefetches,
+    land_reference,
+    look_at_flights,
+)
 from seqmoe_kernels.formats import (
     EMPTY,
     FETCHING,
@@ -24,11 +30,12 @@ from seqmoe_kernels.formats import (
     STALL_BEGAN,
     STALL_ENDED,
     STALL_NS,
+    Flights,
     PoolState,
 )
+from seqmoe_kernels.prospects import GAP_SHIFT, Prospects
+from seqmoe_kernels.victims import NEVER, victim_scores, victim_scores_reference
 
-NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
-GAP_SHIFT = 8  # of the gaps that PoolState.log_sums is made for
 MAX_SLOTS = 16384  # one program holds the scores of all slots in its registers
 
 _GAP_SHIFT = tl.constexpr(GAP_SHIFT)
@@ -47,21 +54,41 @@ class Resolved(NamedTuple):
     num_misses: torch.Tensor  # int32 [1]
 
 
-def resolve_reference(wanted: torch.Tensor, pool: PoolState) -> Resolved:
+def resolve_reference(
+    wanted: torch.Tensor,
+    pool: PoolState,
+    flights: Flights | None = None,
+    prospects: Prospects | None = None,
+    first_to_come: int = 0,
+) -> Resolved:
     _count_stall_reference(pool)
+    landed = None if flights is None else land_reference(wanted, pool, flights)
     pool.clock.add_(1)
     pool.usage[wanted.long()] = _scores_reference(wanted.long(), pool)
     slots = pool.slot_of[wanted.long()]
     hit = slots >= 0
     pool.score[slots[hit].long()] = pool.usage[wanted[hit].long()]
-    candidates = pool.score.masked_fill(pool.state == EMPTY, -1)
-    candidates[pool.state == FETCHING] = NEVER
+    candidates = victim_scores_reference(pool, prospects, first_to_come)
     candidates[slots[hit].long()] = NEVER
+    if landed is not None:
+        candidates[landed.kept] = NEVER
     missed = (~hit).nonzero().flatten().tolist()
     for i in missed:
         slots[i] = _assign_reference(int(wanted[i]), candidates, pool)
-    pool.counters[HITS] += int(hit.sum())
-    pool.counters[MISSES] += len(missed)
+    if prospects is not None:
+        there = slots >= 0
+        worth = prospects.again[wanted[there].long()]
+        prospects.slot_passed[slots[there].long()] = worth
+    num_late = 0
+    if flights is not None and landed is not None:
+        num_late = int(landed.late.sum())
+        absent = ~hit | landed.early | landed.late
+        flights.absent[: len(wanted)] = absent[: len(flights.absent)].int()
+        if missed:
+            flights.control.copy_(pool.clock * 2 + 1)
+        pool.counters[STALL_NS] += landed.waited_ns
+    pool.counters[HITS] += len(wanted) - len(missed) - num_late
+    pool.counters[MISSES] += len(missed) + num_late
     miss_ids, miss_slots = torch.full_like(slots, -1), torch.full_like(slots, -1)
     miss_ids[: len(missed)] = wanted[~hit]
     miss_slots[: len(missed)] = slots[~hit]
@@ -136,18 +163,25 @@ def _scores(expert, inside, pool, clock, num_gaps):
 
 
 @triton.jit
-def _candidates(pool, num_slots, slot):
-    """The score by which each slot may become a victim; `_NEVER` if it must not."""
-    inside = slot < num_slots
-    score = tl.load(pool.score + slot, mask=inside, other=_NEVER)
-    state = tl.load(pool.state + slot, mask=inside, other=_FETCHING)
-    return tl.where(state == _EMPTY, -1, tl.where(state == _FETCHING, _NEVER, score))
-
-
-@triton.jit
-def resolve_experts(expert, n, pool, resolved, num_slots, num_gaps, BLOCK_S: tl.constexpr):
+def resolve_experts(
+    expert,
+    n,
+    pool,
+    flights,
+    seen,
+    prospects,
+    first_to_come,
+    resolved,
+    num_slots,
+    num_gaps,
+    BLOCK_S: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
     """One event for the first `n` of the distinct flat ids `expert` (int32, a power of two of them,
-    all at least 0); see `resolve`. For kernels of a single program."""
+    all at least 0); see `resolve`. `seen` comes from `look_at_flights`. With `prospects` the layers
+    before the id `first_to_come` are passed. TOP_K: the size of `flights.absent`, 0 without
+    `flights`. For kernels of a single program."""
+    PREFETCH: tl.constexpr = TOP_K > 0
     # One program, many threads: a barrier stands between every read of a place and the write to it
     # by another thread, and between a write and its reading back.
     i = tl.arange(0, expert.shape[0])
@@ -159,6 +193,15 @@ def resolve_experts(expert, n, pool, resolved, num_slots, num_gaps, BLOCK_S: tl.
     stall = tl.load(pool.counters + _STALL_NS)
     began, ended = tl.load(pool.marks + _STALL_BEGAN), tl.load(pool.marks + _STALL_ENDED)
     score = _scores(expert, inside, pool, now, num_gaps)
+    if prospects is not None:
+        worth = tl.load(prospects.again + expert, mask=inside, other=0)
+    if PREFETCH:
+        early, late, place, kept, waited_ns = land_prefetches(
+            expert, inside, now, pool, flights, seen
+        )
+        found = tl.where(place >= 0, place, found)  # the table may not know it yet
+        num_late = tl.sum(late.to(tl.int32), 0)
+        hits, misses, stall = hits - num_late, misses + num_late, stall + waited_ns
     miss, hit = inside & (found < 0), inside & (found >= 0)
     rank = tl.cumsum(miss.to(tl.int32), 0) - 1
     num_misses = tl.sum(miss.to(tl.int32), 0)
@@ -174,11 +217,20 @@ def resolve_experts(expert, n, pool, resolved, num_slots, num_gaps, BLOCK_S: tl.
     tl.store(resolved.miss_ids + rank, expert, mask=miss)
     tl.store(resolved.miss_ids + i, -1, mask=inside & (i >= num_misses))
     tl.store(resolved.miss_slots + i, -1, mask=inside & (i >= num_misses))
+    if PREFETCH:
+        absent = early | late | miss
+        tl.store(flights.absent + i, absent.to(tl.int32), mask=inside & (i < TOP_K))
+        if num_misses > 0:
+            tl.store(flights.control, now * 2 + 1)
     if num_misses > 0:
         slot = tl.arange(0, BLOCK_S)
+        if PREFETCH:
+            kept_score = tl.load(pool.score + kept, mask=kept >= 0, other=0)
+            tl.debug_barrier()
+            tl.store(pool.score + kept, _NEVER, mask=kept >= 0)
         tl.store(pool.score + found, _NEVER, mask=hit)  # what is wanted now is no victim
         tl.debug_barrier()
-        candidates = _candidates(pool, num_slots, slot)
+        candidates = victim_scores(pool, prospects, first_to_come, num_slots, slot)
         for r in range(num_misses):
             here = miss & (rank == r)
             least = tl.min(candidates, 0)
@@ -189,22 +241,42 @@ def resolve_experts(expert, n, pool, resolved, num_slots, num_gaps, BLOCK_S: tl.
             else:
                 new = tl.sum(tl.where(here, expert, 0), 0)
                 _assign(pool, new, victim, tl.sum(tl.where(here, score, 0), 0))
+                if prospects is not None:
+                    tl.store(prospects.slot_passed + victim, tl.sum(tl.where(here, worth, 0), 0))
             tl.store(resolved.slots + i, victim, mask=here)
             tl.store(resolved.miss_slots + r, victim)
             candidates = tl.where(slot == victim, _NEVER, candidates)
         tl.debug_barrier()
         tl.store(pool.counters + _NO_VICTIM, lost)
         tl.store(pool.marks + _STALL_BEGAN, now_ns())
+        if PREFETCH:
+            tl.store(pool.score + kept, kept_score, mask=kept >= 0)
+            tl.debug_barrier()  # some of them may be wanted
     tl.store(pool.score + found, score, mask=hit)
+    if prospects is not None:
+        tl.store(prospects.slot_passed + found, worth, mask=hit)
 
 
 @triton.jit
 def _resolve_kernel(
-    wanted, pool, resolved, n, num_slots, num_gaps, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+    wanted,
+    pool,
+    flights,
+    resolved,
+    n,
+    num_slots,
+    num_gaps,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    TOP_K: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK_N)
+    expert = tl.load(wanted + i, mask=i < n, other=0)
+    seen = None
+    if TOP_K > 0:
+        seen = look_at_flights(pool, flights)
     resolve_experts(
-        tl.load(wanted + i, mask=i < n, other=0), n, pool, resolved, num_slots, num_gaps, BLOCK_S
+        expert, n, pool, flights, seen, None, 0, resolved, num_slots, num_gaps, BLOCK_S, TOP_K
     )
 
 
@@ -225,10 +297,14 @@ def warps_for(block_slots: int) -> int:
     return min(max(block_slots // 2048, 4), 16)
 
 
-def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
+def resolve_triton(
+    wanted: torch.Tensor, pool: PoolState, flights: Flights | None = None
+) -> Resolved:
     check_kernel_device(wanted)
     check("wanted", wanted, torch.int32, (-1,), wanted.device)
     check_pool(pool, wanted.device)
+    if flights is not None:
+        check_flights(flights, wanted.device)
     n, num_slots = wanted.shape[0], pool.owner.shape[0]
     if n == 0:
         raise ValueError("wanted is empty, expected at least one expert")
@@ -238,19 +314,21 @@ def resolve_triton(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     _resolve_kernel[(1,)](
         wanted,
         pool,
+        flights,
         resolved,
         n,
         num_slots,
         len(pool.log_sums),
         triton.next_power_of_2(n),
         block_slots,
+        0 if flights is None else len(flights.absent),
         num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
     )
     return resolved
 
 
-def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
+def resolve(wanted: torch.Tensor, pool: PoolState, flights: Flights | None = None) -> Resolved:
     """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
 
     One event: `pool.clock` goes up by one, and every wanted expert gets a new score by
@@ -259,5 +337,10 @@ def resolve(wanted: torch.Tensor, pool: PoolState) -> Resolved:
     its old owner leaves the lookup table, its tags go up. Without such a slot the miss gets slot -1
     and is counted in NO_VICTIM. The weights are not moved here: `fetch` the result before reading
     the slots. Updates `pool` in place.
+
+    With `flights`, copies that have landed enter the lookup table first, with the score that their
+    expert has kept. A wanted expert that is under way and about to land is waited for, no longer
+    than PATIENCE_NS; another one is a miss, and its copy is dropped when it lands. A slot whose
+    copy is for an event to come is no victim.
     """
-    return (resolve_triton if wanted.is_cuda else resolve_reference)(wanted, pool)
+    return (resolve_triton if wanted.is_cuda else resolve_reference)(wanted, pool, flights)

@@ -44,3 +44,17 @@ def let_next_start(PDL: tl.constexpr):
     """From here on the next kernel may start, as far as there is room for it."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def acquired(pointer):
+    """Read an int32. What kernels that have ended wrote before is seen from here on, as behind
+    `wait_for_inputs`; the kernel before this one may still run. With PDL only."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [pointer.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -113,7 +113,7 @@ def verify_slots(
     """Check that slot `slots[i]` holds the expert `wanted[i]`, both int32 [n]; -1 is not read.
 
     `pool_slots` uint8 [S, record_bytes] has the I64 flat id of what each slot holds at
-    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [7]), encoded as described
+    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [12]), encoded as described
     in `formats`; `Fault.decode` reads it. Flat ids below `MAX_VERIFIED_EXPERTS`.
     """
     run = verify_slots_triton if wanted.is_cuda else verify_slots_reference

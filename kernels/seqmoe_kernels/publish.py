@@ -29,6 +29,7 @@ NUMBER_BITS = 16
 LOW_BITS = (1 << NUMBER_BITS) - 1
 VALUE_BITS = 64 - NUMBER_BITS - 1
 
+_BLOCK = tl.constexpr(triton.next_power_of_2(ENTRY_WORDS))
 _ENTRY_WORDS, _NUMBER_BITS, _LOW_BITS = map(tl.constexpr, (ENTRY_WORDS, NUMBER_BITS, LOW_BITS))
 _LARGEST = tl.constexpr((1 << VALUE_BITS) - 1)
 _GAP_NS, _STEP_NS = map(tl.constexpr, (GAP_NS, STEP_NS))
@@ -90,9 +91,9 @@ def publish_reference(
 
 @triton.jit
 def _publish_kernel(token, counters, marks, ring, number, SIZE: tl.constexpr):
-    i = tl.arange(0, _ENTRY_WORDS)
+    i = tl.arange(0, _BLOCK)
     n, now, began = tl.load(number), now_ns(), tl.load(marks + _STEP_BEGAN)
-    value = tl.load(counters + i - 1, mask=i > 0, other=0)
+    value = tl.load(counters + i - 1, mask=(i > 0) & (i < _ENTRY_WORDS), other=0)
     value += tl.where((i == _STEP_NS + 1) & (began > 0), now - began, 0)
     value = tl.where(i == 0, tl.load(token), value)
     tl.debug_barrier()  # all threads have read what one of them writes now
@@ -100,7 +101,7 @@ def _publish_kernel(token, counters, marks, ring, number, SIZE: tl.constexpr):
     tl.store(marks + _STEP_BEGAN, tl.full((), 0, tl.int64))
     tl.store(marks + _STEP_ENDED, now)
     word = ((value & _LARGEST) << _NUMBER_BITS) | (n & _LOW_BITS)
-    tl.store(ring + n % SIZE * _ENTRY_WORDS + i, word)
+    tl.store(ring + n % SIZE * _ENTRY_WORDS + i, word, mask=i < _ENTRY_WORDS)
     tl.store(number, n + 1)
 
 
@@ -125,7 +126,7 @@ def publish_triton(
 
 def publish(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: torch.Tensor) -> None:
     """End a step: write `token` (i64 [1]) and the pool's counters into entry `number` (i64 [1],
-    counted up here) of `ring` (i64 [R, 8], on the host, pinned when the rest is on a GPU), modulo
+    counted up here) of `ring` (i64 [R, 13], on the host, pinned when the rest is on a GPU), modulo
     R. What passed since `begin_step` goes into STEP_NS before.
 
     A word is its value << 16 | the low 16 bits of the number. Values are taken modulo 2^47: counts

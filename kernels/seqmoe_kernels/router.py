@@ -21,7 +21,7 @@ def route_reference(
 
 
 @triton.jit
-def _sort_key(logit, expert, E: tl.constexpr):
+def sort_key(logit, expert, E: tl.constexpr):
     """Map (logit, expert) to an int64 that grows with the logit, then with a falling expert id."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)  # one zero, not two
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats run backwards
@@ -36,23 +36,29 @@ def _logit_of(key):
 
 
 @triton.jit
+def load_logits(logits, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The E `logits` for `best_experts`: f32 [BLOCK_E]."""
+    expert = tl.arange(0, BLOCK_E)
+    return tl.load(logits + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def best_experts(
-    logits,
+    logit,
     E: tl.constexpr,
     K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Ids (i32) and weights (f32) of the K best of E `logits`, [BLOCK_K] with zeros behind them."""
+    """Ids (i32) and weights (f32) of the K best of E logits, [BLOCK_K] with zeros behind them."""
     expert = tl.arange(0, BLOCK_E)
     rank = tl.arange(0, BLOCK_K)
     inside = expert < E
-    logit = tl.load(logits + expert, mask=inside, other=float("-inf")).to(tl.float32)
     peak = tl.max(logit, 0)
     total = tl.sum(tl.exp(logit - peak), 0)
     lowest: tl.constexpr = -(2**63)
-    key = tl.where(inside, _sort_key(logit, expert, E), lowest)
+    key = tl.where(inside, sort_key(logit, expert, E), lowest)
     ids = tl.zeros((BLOCK_K,), tl.int32)
     weights = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.static_range(K):
@@ -79,7 +85,8 @@ def _route_kernel(
 ):
     row = tl.program_id(0)
     rank = tl.arange(0, BLOCK_K)
-    best_ids, best_weights = best_experts(logits + row * E, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
+    logit = load_logits(logits + row * E, E, BLOCK_E)
+    best_ids, best_weights = best_experts(logit, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
     tl.store(ids + row * K + rank, best_ids, mask=rank < K)
     tl.store(weights + row * K + rank, best_weights, mask=rank < K)
 

@@ -72,22 +72,19 @@ def dot_rows(
     gain,
     inv_rms,
     scale,
-    odd_scale,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     NORM: tl.constexpr,
-    TWO_SCALES: tl.constexpr,
 ):
     """Multiply rows of a weight with the vector `x` [K]: f32 [rows].
 
     `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them; `ahead`
-    is their first tile. One-byte weights have scales: with TWO_SCALES odd rows take theirs at
-    `odd_scale`, all others at `scale`. With NORM the vector is x * `inv_rms` * `gain` [K].
+    is their first tile. One-byte weights have scales at `scale`, the same for all of the rows. With
+    NORM the vector is x * `inv_rms` * `gain` [K].
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
-    odd = tl.arange(0, starts.shape[0]) % 2 == 1
     column = tl.arange(0, BLOCK_K)
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     chunk_start = tl.arange(0, CHUNKS) * CHUNK
@@ -104,11 +101,7 @@ def dot_rows(
             )
             if dtype.primitive_bitwidth == 8:
                 at = start + chunk_start
-                even = tl.load(scale + at // _BLOCK, mask=at < K, other=0.0)
-                if TWO_SCALES:
-                    odds = tl.load(odd_scale + at // _BLOCK, mask=at < K, other=0.0)
-                    part *= unbiased(tl.where(odd[:, None], odds[None, :], even[None, :]), dtype)
-                else:
-                    part *= unbiased(even, dtype)[None, :]
+                factor = tl.load(scale + at // _BLOCK, mask=at < K, other=0.0)
+                part *= unbiased(factor, dtype)[None, :]
             total += part
     return tl.sum(total, axis=1)

@@ -17,6 +17,35 @@ class Tiling(NamedTuple):
     num_warps: int
 
 
+class RowTiling(NamedTuple):
+    """How an expert kernel is cut into programs; a tile takes 512 bytes of each row for a warp."""
+
+    rows: int  # per program; of gate and of up
+    tiles: int  # on their way at once
+    num_warps: int  # which share the columns
+
+
+def gate_up_tiling(hidden: int, weight_dtype: torch.dtype) -> RowTiling:
+    """16 KiB for a program."""
+    return _row_tiling(hidden * weight_dtype.itemsize, range(1, 9), 2**13, 2)
+
+
+def down_tiling(length: int, weight_dtype: torch.dtype) -> RowTiling:
+    """48 KiB for a program, but two rows at least: a tensor core takes no fewer."""
+    return _row_tiling(length * weight_dtype.itemsize, range(2, 9), 3 * 2**14, 3)
+
+
+def _row_tiling(row_bytes: int, rows: range, most_bytes: int, most_tiles: int) -> RowTiling:
+    """As many rows as go into `most_bytes`, a power of two; as many tiles of them on their way as
+    leave the smallest rest."""
+    fitting = [
+        n for n in rows if n & (n - 1) == 0 and (n == rows.start or n * row_bytes <= most_bytes)
+    ]
+    count = -(-row_bytes // (4 * 512))
+    tiles = min(range(min(most_tiles, count), 0, -1), key=lambda tiles: _padded(count, tiles))
+    return RowTiling(fitting[-1], tiles, 4)
+
+
 def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
     """As many rows for a program as leave three programs for every multiprocessor. Programs of many
     rows walk through them in narrow tiles, those of few have up to 4 KiB of each on its way

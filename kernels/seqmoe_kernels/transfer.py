@@ -1,6 +1,9 @@
-"""Fetching missed experts: records of the host store are copied into their slots."""
+"""Fetching missed experts: records of the host store are copied into their slots. When there are
+prefetches, the same launch asks for those of the next layers."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,14 +11,30 @@ import triton.language as tl
 
 from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.clock import now_ns, now_ns_reference
-from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED
+from seqmoe_kernels.flights import check_flights
+from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED, Flights, PoolState
+from seqmoe_kernels.lookahead import Ahead
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.requests import (
+    check_ahead,
+    request_arguments,
+    request_prefetches,
+    request_reference,
+)
 
 # A few programs fill the link; more would only take multiprocessors from other kernels.
 PROGRAMS_PER_RECORD = 16
 BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 KiB
 
 _STALL_ENDED = tl.constexpr(STALL_ENDED)
+
+
+class Prefetching(NamedTuple):
+    """What a fetch must know of prefetches; without `ahead` it asks for none."""
+
+    pool: PoolState
+    flights: Flights
+    ahead: Ahead | None = None
 
 
 def fetch_reference(
@@ -25,6 +44,7 @@ def fetch_reference(
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
     marks: torch.Tensor,
+    prefetching: Prefetching | None = None,
 ) -> None:
     count = int(num_misses)
     pairs = zip(miss_ids[:count].tolist(), miss_slots[:count].tolist(), strict=True)
@@ -33,6 +53,13 @@ def fetch_reference(
             slots[slot].copy_(records[expert])
     if count:
         marks[STALL_ENDED] = now_ns_reference()
+    if prefetching is None:
+        return
+    pool, flights, ahead = prefetching
+    if count:
+        flights.control.copy_(pool.clock * 2)
+    if ahead is not None:
+        request_reference(ahead, pool, flights)
 
 
 @triton.jit
@@ -46,11 +73,43 @@ def _fetch_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    pool,
+    flights,
+    prospects,
+    logits,
+    ids,
+    step,
+    num_steps,
+    wanted,
+    used,
+    layer,
+    num_slots,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    NAMES: tl.constexpr,
+    LAYERS: tl.constexpr,
+    DISTANCES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    RECORDED: tl.constexpr,
+    HINTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     let_next_start(PDL)  # not before: the next kernel reads the resolved slots without waiting
     i = tl.program_id(1)
+    if AHEAD:  # noqa: SIM102 (one condition is the compiler's)
+        # A row beyond those of misses; it touches no slot that this layer uses.
+        if (i == tl.num_programs(1) - 1) & (tl.program_id(0) == 0):
+            request_prefetches(
+                logits, ids, step, num_steps, wanted, used, num_misses, layer, pool, flights,
+                prospects, num_slots, E, K, NAMES, LAYERS, DISTANCES, BLOCK_E, BLOCK_K, BLOCK_N,
+                BLOCK_S, RECORDED, HINTED,
+            )  # fmt: skip
     if i < tl.load(num_misses):
         slot = tl.load(miss_slots + i).to(tl.int64)
         if slot >= 0:
@@ -62,6 +121,11 @@ def _fetch_kernel(
                 tl.store(target + at, words, mask=at < WORDS)
         tl.debug_barrier()
         tl.atomic_max(marks + _STALL_ENDED, now_ns())  # the latest program tells
+        if PREFETCH:
+            arrived = tl.atomic_add(flights.arrived, 1) + 1
+            if arrived == tl.load(num_misses) * PROGRAMS:  # the last one lets copies go on
+                tl.store(flights.arrived, 0)
+                tl.store(flights.control, tl.load(pool.clock) * 2)
 
 
 def fetch_triton(
@@ -71,6 +135,7 @@ def fetch_triton(
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
     marks: torch.Tensor,
+    prefetching: Prefetching | None = None,
 ) -> None:
     check_kernel_device(slots)
     record_bytes = slots.shape[-1]
@@ -85,8 +150,14 @@ def fetch_triton(
     check("miss_slots", miss_slots, torch.int32, (count,), slots.device)
     check("num_misses", num_misses, torch.int32, (1,), slots.device)
     check("marks", marks, torch.int64, (NUM_MARKS,), slots.device)
+    ahead = None if prefetching is None else prefetching.ahead
+    if prefetching is not None:
+        check_flights(prefetching.flights, slots.device)
+        if ahead is not None:
+            check_ahead(ahead, prefetching.pool, prefetching.flights)
     if count > 0:
-        _fetch_kernel[(PROGRAMS_PER_RECORD, count)](
+        rows = count + (ahead is not None)
+        _fetch_kernel[(PROGRAMS_PER_RECORD, rows)](
             records.view(torch.int32),
             slots.view(torch.int32),
             miss_ids,
@@ -96,10 +167,21 @@ def fetch_triton(
             record_bytes // 4,
             BLOCK_WORDS,
             PROGRAMS_PER_RECORD,
+            prefetching is not None,
+            ahead is not None,
+            *_of_prefetching(prefetching),
             num_warps=8,
             enable_fp_fusion=True,
             **pdl_options(slots.device),
         )
+
+
+def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
+    """The arguments of `_fetch_kernel` from `pool` on."""
+    pool, flights, ahead = prefetching or (None, None, None)
+    if prefetching is None or ahead is None:
+        return pool, flights, *(None,) * 4, 1, None, None, 0, 1, *(1,) * 9, False, False
+    return request_arguments(ahead, prefetching.pool, prefetching.flights)
 
 
 def fetch(
@@ -109,12 +191,14 @@ def fetch(
     miss_slots: torch.Tensor,
     num_misses: torch.Tensor,
     marks: torch.Tensor,
+    prefetching: Prefetching | None = None,
 ) -> None:
     """Copy `records` (uint8 [N, R], host) of the first `num_misses` (int32 [1]) `miss_ids` (int32
     [n]) into the `miss_slots` (int32 [n]) of `slots` (uint8 [S, R]); a slot of -1 is left out.
     The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
 
-    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link.
+    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link. With
+    `prefetching`, the host is told that the misses are served, and asked for what is named ahead.
     """
     run = fetch_triton if slots.is_cuda else fetch_reference
-    run(records, slots, miss_ids, miss_slots, num_misses, marks)
+    run(records, slots, miss_ids, miss_slots, num_misses, marks, prefetching)

@@ -33,6 +33,13 @@ def _model(row: Row) -> str:
     return f"{setting.model_filename} (random weights)" if random else setting.model_filename
 
 
+def _pool(row: Row) -> str:
+    """Its size, and what is not as usual."""
+    setting = row.setting
+    ways = ((setting.policy, "lru"), (setting.prefetch, "off"))
+    return " ".join([setting.pool, *(way for way, usual in ways if way != usual)])
+
+
 def _number(value: float | None, digits: int = 2, factor: float = 1) -> str:
     return "" if value is None else f"{factor * value:,.{digits}f}"
 
@@ -42,7 +49,7 @@ COLUMNS = (
     Column("size", lambda row: readable_size(row.setting.model_size)),
     Column("params", lambda row: readable_count(row.setting.model_n_params)),
     Column("device", lambda row: f"{row.setting.device} {row.setting.dtype}", number=False),
-    Column("pool", lambda row: row.setting.pool, 7, number=False),
+    Column("pool", _pool, 7, number=False),
     Column("slots", lambda row: f"{row.setting.num_slots:,}", 6),
     Column("test", lambda row: row.test, 13, number=False),
     Column("state", lambda row: row.state, 5, number=False),
@@ -64,6 +71,11 @@ TIME_COLUMNS = (
     Column("% of copy", lambda row: _number(row.breakdown.share_of_copy, 1, 100)),
     Column("stall GB/s", lambda row: _number(row.breakdown.stall_gb_per_s, 1)),
     Column("% of link", lambda row: _number(row.breakdown.share_of_link, 1, 100)),
+    Column("prefetched/tok", lambda row: _number(row.breakdown.prefetches_per_token)),
+    Column("in time", lambda row: _number(row.breakdown.prefetch_hits_per_token)),
+    Column("late", lambda row: _number(row.breakdown.prefetches_late_per_token)),
+    Column("dropped", lambda row: _number(row.breakdown.prefetches_dropped_per_token)),
+    Column("rested %", lambda row: _number(row.breakdown.prefetch_rested, 1, 100)),
     Column("kernels/tok", lambda row: _number(row.breakdown.kernels_per_token, 0)),
 )
 
@@ -83,6 +95,8 @@ def markdown(rows: Iterable[Row]) -> Iterator[str]:
     if seen:
         yield from _times([row for row in seen if row.n_gen])
         yield ""
+        for row in seen:
+            yield from _look_ahead(row)
         yield from _notes(seen[-1])
 
 
@@ -101,6 +115,17 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     yield from (_line(columns, cells, widths) for cells in table)
 
 
+def _look_ahead(row: Row) -> Iterator[str]:
+    recall, precision = row.breakdown.look_ahead_recall, row.breakdown.look_ahead_precision
+    if recall and precision:
+        pairs = (f"{100 * r:.1f}/{100 * p:.1f}" for r, p in zip(recall, precision, strict=True))
+        who = "simulated look-ahead" if row.setting.look_ahead == "simulated" else "look-ahead"
+        yield (
+            f"{who}, pool {row.setting.pool}: recall of misses/precision of names 1, 2, ... layers "
+            f"ahead: {', '.join(pairs)} %"
+        )
+
+
 def _notes(row: Row) -> Iterator[str]:
     setting = row.setting
     yield f"text: {setting.prompt_source}; timed with sampling: {setting.sampling}"
@@ -111,8 +136,10 @@ def _notes(row: Row) -> Iterator[str]:
             f"routing: replayed from trace {setting.trace}, {setting.n_expert_used} of "
             f"{setting.n_expert} experts of a layer; {row.n_untimed} tokens before those timed"
         )
-    proof = ", every slot verified" if setting.verify else ""
-    yield f"pool: who leaves it is decided by {setting.policy}{proof}"
+    if setting.verify:
+        yield "pool: every slot verified"
+    if setting.predictor:
+        yield f"predictor: {setting.predictor}"
     if setting.copy_gb_per_s and setting.link_gb_per_s:
         yield (
             f"measured: memory copy {setting.copy_gb_per_s:,.0f} GB/s, "

@@ -70,13 +70,12 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
             "check the model with seqmoe info --verify, or try --dtype float32",
         )
     after = engine.pool.counters()
-    misses = after.misses - before.misses
     return Score(
         tokens=len(ids) - 1,
         nll_per_token=mean,
         hits=after.hits - before.hits,
-        misses=misses,
-        fetched_bytes=misses * engine.plan.record_bytes,
+        misses=after.misses - before.misses,
+        fetched_bytes=(after.fetched - before.fetched) * engine.plan.record_bytes,
         elapsed_s=time.perf_counter() - start,
     )
 

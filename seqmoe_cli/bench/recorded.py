@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from seqmoe_cli.bench.blurred import blurred_names, blurred_uses
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.shipped import SHIPPED, open_trace
@@ -69,6 +70,19 @@ class RecordedRouting:
             for num in gens or (total // 2,)
         )
 
-    def replayed(self, device: torch.device) -> ReplayedRouting:
-        """What an engine on `device` takes."""
-        return ReplayedRouting(torch.from_numpy(self.trace.experts.astype("int32")), device)
+    def replayed(
+        self, device: torch.device, prefetch_slots: int = 0, forecast: bool = False
+    ) -> ReplayedRouting:
+        """What an engine on `device` takes; with prefetch into a pool of so many slots, simulated
+        look-ahead too, and on request a simulated forecast."""
+        experts, named, expected = self.trace.experts, None, None
+        sizes = self.trace.num_experts, prefetch_slots
+        if prefetch_slots:
+            named = torch.from_numpy(blurred_names(experts, *sizes))
+        if forecast:
+            expected = torch.from_numpy(blurred_uses(experts, *sizes))
+        tokens = None
+        if self.trace.token_ids is not None:
+            tokens = torch.from_numpy(self.trace.token_ids.astype("int64"))
+        ids = torch.from_numpy(experts.astype("int32"))
+        return ReplayedRouting(ids, device, named, expected, tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.engine.stats import StepStats
@@ -33,9 +34,11 @@ class Setting:
     their number; `n_expert_used` of `n_expert` experts of a layer serve a token; `trace` names the
     routing that is replayed, empty when the router chooses. `pool` is the flag as typed,
     `pool_bytes` and `num_slots` what it came to, `pool_share` the slots' share of all experts, from
-    0 to 1; `verify` says that every slot read was verified, which takes time; `fallbacks` holds a
-    sentence for everything that could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are
-    the machine's ceilings, None on a CPU.
+    0 to 1; `prefetch` is "off", "lookahead" or "full", and `look_ahead` then says who names the
+    experts: "routers", or "simulated" from a trace; `predictor` says where the one that runs along
+    comes from, empty without one; `verify` says that every slot read was verified, which
+    takes time; `fallbacks` holds a sentence for everything that could not be done as asked.
+    `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on a CPU.
     """
 
     model_filename: str
@@ -55,6 +58,9 @@ class Setting:
     n_ctx: int
     verify: bool
     policy: str
+    prefetch: str
+    look_ahead: str
+    predictor: str
     sampling: str
     prompt_source: str
     cpu_info: str
@@ -73,6 +79,11 @@ class Breakdown:
     """Where the time of a generated token goes, in milliseconds, by the device's clock: computing,
     waiting for misses, and between the steps; and how that compares with the ceilings.
 
+    Records prefetched, and what became of them: a hit, waited for, too late. Look-ahead 1, 2, ...
+    layers ahead: the share of would-be misses that it named, and of named absent experts that were
+    used. `prefetch_rested` is the share of the tokens during which prefetch was turned off because
+    it did not pay. None without prefetch.
+
     `bytes_read_per_token` of the device's memory, `read_gb_per_s` while it computes,
     `stall_gb_per_s` over the link while it waits. Shares are from 0 to 1, None without a ceiling.
     """
@@ -86,14 +97,21 @@ class Breakdown:
     stall_gb_per_s: float | None = None
     share_of_link: float | None = None
     kernels_per_token: int | None = None
+    prefetches_per_token: float | None = None
+    prefetch_hits_per_token: float | None = None
+    prefetches_late_per_token: float | None = None
+    prefetches_dropped_per_token: float | None = None
+    prefetch_rested: float | None = None
+    look_ahead_recall: list[float] | None = None
+    look_ahead_precision: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case in one `state` of the pool, `cold` or `warm`; `bytes_fetched` is the mean of a
-    repetition, `hit_rate` and `misses_per_token` are taken over all of them. `n_untimed` steps came
-    before the timed ones. `share_of_full_load` compares `avg_ts` with that of the row whose pool
-    held all experts; None where the run has no such row yet."""
+    """A case in one `state` of the pool, `cold` or `warm`; `bytes_fetched` and `bytes_prefetched`
+    are means of a repetition, `hit_rate` and `misses_per_token` are taken over all of them.
+    `n_untimed` steps came before the timed ones. `share_of_full_load` compares `avg_ts` with that
+    of the row whose pool held all experts; None where the run has no such row yet."""
 
     setting: Setting
     n_prompt: int
@@ -112,6 +130,7 @@ class Row:
     hit_rate: float
     misses_per_token: float
     bytes_fetched: int
+    bytes_prefetched: int
     fetch_gb_per_s: float
     ms_per_token: float
     share_of_full_load: float | None
@@ -134,9 +153,11 @@ def make_row(
     full_ts: float | None = None,
     bytes_read: int = 0,
     num_kernels: int | None = None,
+    accuracy: Sequence[tuple[int, int, int]] | None = None,
 ) -> Row:
     """Sum up the repetitions of one case; the deviation of a single one is 0. `full_ts` is the
-    speed with all experts in the pool; `bytes_read` and `num_kernels` are those of a step."""
+    speed with all experts in the pool; `bytes_read` and `num_kernels` are those of a step;
+    `accuracy` of look-ahead counts misses, names and both, None without prefetch."""
     times = [sample.elapsed_ns for sample in samples]
     rates = [sample.tokens_per_second for sample in samples]
     total = sum((sample.total for sample in samples), StepStats("decode"))
@@ -158,11 +179,15 @@ def make_row(
         hit_rate=total.hit_rate,
         misses_per_token=total.misses / total.num_tokens,
         bytes_fetched=total.fetched_bytes // len(samples),
-        fetch_gb_per_s=total.fetched_bytes / sum(times),  # bytes per nanosecond are GB per second
+        bytes_prefetched=total.prefetched_bytes // len(samples),
+        # bytes per nanosecond are GB per second
+        fetch_gb_per_s=(total.fetched_bytes + total.prefetched_bytes) / sum(times),
         ms_per_token=sum(times) / total.num_tokens / 1e6,
         share_of_full_load=mean_rate(samples) / full_ts if full_ts else None,
         breakdown=(
-            _breakdown(setting, total, bytes_read, num_kernels) if case.num_gen else Breakdown()
+            _breakdown(setting, total, bytes_read, num_kernels, accuracy)
+            if case.num_gen
+            else Breakdown()
         ),
     )
 
@@ -173,7 +198,11 @@ def mean_rate(samples: Sequence[Sample]) -> float:
 
 
 def _breakdown(
-    setting: Setting, total: StepStats, bytes_read: int, num_kernels: int | None
+    setting: Setting,
+    total: StepStats,
+    bytes_read: int,
+    num_kernels: int | None,
+    accuracy: Sequence[tuple[int, int, int]] | None,
 ) -> Breakdown:
     tokens, compute_s = total.num_tokens, total.step_s - total.stall_s
     read = _gb_per_s(bytes_read * tokens, compute_s)
@@ -188,7 +217,23 @@ def _breakdown(
         stall_gb_per_s=stall,
         share_of_link=_share(stall, setting.link_gb_per_s),
         kernels_per_token=num_kernels,
+        **({} if accuracy is None else _prefetch(setting, total, accuracy)),
     )
+
+
+def _prefetch(
+    setting: Setting, total: StepStats, accuracy: Sequence[tuple[int, int, int]]
+) -> dict[str, Any]:
+    tokens, record_bytes = total.num_tokens, setting.pool_bytes // setting.num_slots
+    return {
+        "prefetches_per_token": total.prefetched_bytes / record_bytes / tokens,
+        "prefetch_hits_per_token": total.prefetch_hits / tokens,
+        "prefetches_late_per_token": total.prefetches_late / tokens,
+        "prefetches_dropped_per_token": total.prefetches_dropped / tokens,
+        "prefetch_rested": total.rested_tokens / tokens,
+        "look_ahead_recall": [right / max(missing, 1) for missing, _, right in accuracy],
+        "look_ahead_precision": [right / max(named, 1) for _, named, right in accuracy],
+    }
 
 
 def _gb_per_s(num_bytes: int, seconds: float) -> float | None:

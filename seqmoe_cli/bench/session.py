@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
+from seqmoe_cli.bench.blurred import FORECAST
 from seqmoe_cli.bench.inventory import count_params
 from seqmoe_cli.bench.machine import Machine
 from seqmoe_cli.bench.matrix import Case
@@ -15,24 +16,46 @@ from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate
 from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
+from seqmoe_cli.engine.foresight import predictor_for
 from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, gib, plan_memory
 from seqmoe_cli.errors import PromptError, ResourceError, UsageError
-from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.forecast.foreseen import check_inputs
+from seqmoe_cli.forecast.stored import StoredPredictor
+from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_weights.memory import available_host_bytes
 
 
 @dataclass(frozen=True)
+class Setup:
+    """An engine as it shall be opened."""
+
+    options: EngineOptions
+    plan: MemoryPlan
+    predictor: StoredPredictor | None
+
+    @property
+    def simulates(self) -> bool:
+        """Whether the trace that is replayed takes the place of a predictor."""
+        return self.plan.prefetch == "full" and self.predictor is None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Those with the same one would measure the same: what was asked for may come to nothing,
+        and a pool of all experts has no victims."""
+        policy = self.options.policy if self.plan.has_victims else ""
+        return self.options.pool, self.plan.prefetch, policy
+
+
+@dataclass(frozen=True)
 class Session:
-    """Cases at several pool sizes, the largest first where it holds all experts, so that the others
-    can be compared with it. Make one with `prepare`."""
+    """Cases in several setups, those first whose pool holds all experts, so that the others can be
+    compared with them. Make one with `prepare`."""
 
     source: Source
     cases: Sequence[Case]
-    pools: Sequence[tuple[PoolSize, MemoryPlan]]
+    setups: Sequence[Setup]
     plan: Plan
     routing: RecordedRouting | None
-    verify: bool
-    policy: str
 
     @classmethod
     def prepare(
@@ -46,7 +69,8 @@ class Session:
     ) -> Session:
         """Check everything that can be checked without weights: raises `UsageError` when the model
         has too short a context or not the trace's shape, `PromptError` for too short a text,
-        `ResourceError` when a pool does not fit."""
+        `ResourceError` when a pool does not fit, `SeqmoeError` without a predictor that is needed.
+        """
         if routing is not None:
             routing.check_fits(source.name, source.config)
             source = source.with_top_k(routing.trace.top_k)
@@ -54,37 +78,54 @@ class Session:
         _check_text(source, cases)
         _check_host_memory(source)
         ctx_size = max(case.ctx_size for case in cases)
-        sized = [replace(option, ctx_size=ctx_size) for option in options]
-        pools = [(option.pool, plan_memory(source, option)) for option in sized]
-        most = source.config.num_routed_experts
-        pools.sort(key=lambda pool: pool[1].num_slots != most)  # stable: others stay in order
-        plan = Plan(source.ids, source.sampling, repetitions, warmup)
-        verify, policy = options[0].verify, options[0].policy
-        return cls(source, cases, pools, plan, routing, verify, policy)
+        setups: dict[tuple[object, ...], Setup] = {}
+        predictor = None  # the same for all that have one
+        for option in options:
+            option = replace(option, ctx_size=ctx_size)
+            plan = plan_memory(source, option)
+            if plan.foresees and predictor is None and not _is_simulated(source, option, routing):
+                predictor = _predictor(source, option, routing)
+            setup = Setup(option, plan, predictor if plan.foresees else None)
+            setups.setdefault(setup.key, setup)
+        ordered = sorted(setups.values(), key=lambda setup: setup.plan.has_victims)
+        runs = Plan(source.ids, source.sampling, repetitions, warmup)
+        return cls(source, cases, ordered, runs, routing)
 
-    def rows(self, loaded: Loaded, tell: Tell) -> Iterator[Row]:
-        """Measure pool size by pool size; rows as they come."""
+    def rows(
+        self, loaded: Loaded, tell: Tell, prepare: Callable[[Engine], None] | None = None
+    ) -> Iterator[Row]:
+        """Measure pool size by pool size; rows as they come. `prepare` gets each engine first."""
         full_ts: dict[str, float] = {}  # by case, with all experts in the pool and none missing
-        for pool, plan in self.pools:
-            verify, policy = self.verify, self.policy
-            with opened(self.source, loaded, plan, verify=verify, policy=policy) as engine:
-                yield from self._rows_of_pool(engine, loaded, pool, full_ts, tell)
+        for setup in self.setups:
+            options, stored = setup.options, setup.predictor
+            with opened(
+                self.source,
+                loaded,
+                setup.plan,
+                verify=options.verify,
+                policy=options.policy,
+                predictor=None if stored is None else stored.predictor,
+            ) as engine:
+                if prepare is not None:
+                    prepare(engine)
+                yield from self._rows_of_setup(engine, loaded, setup, full_ts, tell)
             del engine  # its pool must be free before the next one is made
 
-    def _rows_of_pool(
+    def _rows_of_setup(
         self,
         engine: Engine,
         loaded: Loaded,
-        pool: PoolSize,
+        setup: Setup,
         full_ts: dict[str, float],
         tell: Tell,
     ) -> Iterator[Row]:
         replayed = None
         if self.routing is not None:
-            replayed = self.routing.replayed(engine.device)
+            slots = 0 if engine.prefetch is None else engine.plan.num_slots
+            replayed = self.routing.replayed(engine.device, slots, setup.simulates)
             engine.replay(replayed)
-        setting = self._describe(engine, loaded, pool)
-        holds_all = setting.num_slots == engine.config.num_routed_experts
+        setting = self._describe(engine, loaded, setup)
+        pool, holds_all = setup.options.pool, not setup.plan.has_victims
         num_kernels = None
         for case in self.cases:
             for state, samples in run_case(
@@ -103,15 +144,21 @@ class Session:
                     full_ts=full_ts.get(case.name),
                     bytes_read=self._bytes_read(engine, case),
                     num_kernels=num_kernels,
+                    accuracy=None if engine.prefetch is None else engine.prefetch.accuracy(),
                 )
+
+    def _look_ahead(self, engine: Engine) -> str:
+        if engine.prefetch is None:
+            return ""
+        return "routers" if self.routing is None else "simulated"
 
     def _bytes_read(self, engine: Engine, case: Case) -> int:
         source = self.source
         return bytes_read_per_token(source.config, source.layout, engine.dtype, case.mean_context)
 
-    def _describe(self, engine: Engine, loaded: Loaded, pool: PoolSize) -> Setting:
+    def _describe(self, engine: Engine, loaded: Loaded, setup: Setup) -> Setting:
         """What all rows of an opened engine share."""
-        source, ceilings = self.source, loaded.ceilings
+        source, ceilings, options = self.source, loaded.ceilings, setup.options
         config = source.config
         kind = f"{config.family} {source.layout['gate'].dtype}"
         return Setting(
@@ -125,13 +172,16 @@ class Session:
             trace=self.routing.name if self.routing else "",
             device=engine.device.type,
             dtype=str(engine.dtype).removeprefix("torch."),
-            pool=pool.text,
+            pool=options.pool.text,
             pool_bytes=engine.plan.pool_bytes,
             num_slots=engine.plan.num_slots,
             pool_share=engine.plan.num_slots / config.num_routed_experts,
             n_ctx=engine.ctx_size,
-            verify=self.verify,
-            policy=self.policy,
+            verify=options.verify,
+            policy=options.policy,
+            prefetch=engine.plan.prefetch,
+            predictor=_described(setup),
+            look_ahead=self._look_ahead(engine),
             sampling=_sampling_text(self.plan.sampling),
             prompt_source=source.text,
             copy_gb_per_s=ceilings.copy_gb_per_s if ceilings else None,
@@ -139,6 +189,41 @@ class Session:
             fallbacks=engine.fallbacks,
             **asdict(Machine.inspect(engine.device.type)),
         )
+
+
+def _is_simulated(source: Source, options: EngineOptions, routing: RecordedRouting | None) -> bool:
+    """A trace over random weights, which have no predictor, foretells itself; the prefetch can live
+    on that, but no policy."""
+    nobody = source.folder is None and options.predictor is None
+    return nobody and routing is not None and options.policy != "forecast"
+
+
+def _predictor(
+    source: Source, options: EngineOptions, routing: RecordedRouting | None
+) -> StoredPredictor:
+    """What a replayed trace wants of it is known to `check_inputs`."""
+    config = source.config
+    num_tokens = config.vocab_size if routing is None else 0
+    stored = predictor_for(options, source.folder, config, source.name, num_tokens)
+    if routing is not None:
+        check_inputs(stored.predictor, routing.trace)
+    return stored
+
+
+def _described(setup: Setup) -> str:
+    """Where the predictor of a setup comes from; empty without one."""
+    if setup.simulates:
+        recall, precision = FORECAST
+        return (
+            f"simulated from the trace: {recall:.0%} of a step's misses named before it begins, "
+            f"{precision:.0%} of the names right"
+        )
+    if setup.predictor is None:
+        return ""
+    facts, file = setup.predictor.facts, setup.options.predictor
+    name = "the model's own" if file is None else str(file)
+    text = ", ".join(facts.get("text", ["a text not named"]))
+    return f"{name}, learned from {facts.get('num_tokens', 0):,} tokens of {text}"
 
 
 def _check_context(source: Source, cases: Sequence[Case]) -> None:

@@ -19,6 +19,7 @@ from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.engine.engine import Engine, LoadProgress
 from seqmoe_cli.engine.memory import MemoryPlan
 from seqmoe_cli.engine.tokenizer import Tokenizer
+from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.settings import SamplingParams
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.layout import RecordLayout
@@ -58,6 +59,7 @@ class Source:
     ids: Sequence[int]
     text: str
     sampling: SamplingParams
+    folder: Path | None  # of a packed model
     load_store: Callable[[bool, Callable[[int, int], None]], HostStore]
     load_tensors: Callable[
         [torch.device, torch.dtype, Callable[[int, int], None]], dict[str, torch.Tensor]
@@ -96,6 +98,7 @@ def packed_source(folder: Path, text: str, text_name: str) -> Source:
         ids=Tokenizer.open(folder).encode(text),
         text=text_name,
         sampling=SamplingSettings(_SEED, checkpoint_settings(folder)).params,
+        folder=folder,
         load_store=lambda pin, progress: HostStore.load(model, pin, progress),
         load_tensors=model.load_resident,
     )
@@ -116,6 +119,7 @@ def random_source(shape_name: str) -> Source:
         ids=torch.randint(config.vocab_size, count, generator=generator).tolist(),
         text="random token ids",
         sampling=SamplingSettings(_SEED, {}).params,
+        folder=None,
         load_store=lambda pin, progress: random_store(shape, pin, progress),
         load_tensors=lambda device, dtype, progress: random_tensors(shape, dtype, device, progress),
     )
@@ -130,12 +134,25 @@ def opened(
     eager: bool = False,
     verify: bool = False,
     policy: str = "lru",
+    predictor: Predictor | None = None,
 ) -> Iterator[Engine]:
     """An engine over weights that are already there, and stay when it goes."""
     gc.collect()  # the pool of the engine before this one, whose parts refer to each other
     if loaded.device.type == "cuda":
         torch.cuda.empty_cache()
-    store, tensors = loaded.store, loaded.tensors
-    yield Engine(source, store, plan, tensors, eager=eager, verify=verify, policy=policy)
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)  # nothing may run when the engine goes
+    engine = Engine(
+        source,
+        loaded.store,
+        plan,
+        loaded.tensors,
+        eager=eager,
+        verify=verify,
+        policy=policy,
+        predictor=predictor,
+    )
+    try:
+        yield engine
+    finally:
+        engine.end_threads()
+        if loaded.device.type == "cuda":
+            torch.cuda.synchronize(loaded.device)  # nothing may run when the engine goes

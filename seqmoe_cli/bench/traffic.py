@@ -41,7 +41,7 @@ def kernels_per_token(engine: Engine) -> int | None:
     if engine.device.type != "cuda":
         return None
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.inference_mode(), torch.cuda.graph(graph):
+    with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         engine.decoding.step()
     try:
         return _count_kernels(graph.raw_cuda_graph())

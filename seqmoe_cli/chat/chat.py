@@ -31,7 +31,7 @@ NOTICE_STYLE = THOUGHT_STYLE = "dim"
 @dataclass
 class Chat:
     """A conversation on `console`; `interrupted` is polled while an answer comes. `model` is its
-    name."""
+    name; `learn` is called after every answer."""
 
     model: str
     console: Console
@@ -40,6 +40,7 @@ class Chat:
     sampling: SamplingSettings
     options: ChatOptions
     interrupted: Callable[[], bool] = lambda: False
+    learn: Callable[[Engine], None] = lambda engine: None
     turns: list[TurnStats] = field(default_factory=list)
     leaving: bool = False
     _num_regens: int = 0
@@ -89,11 +90,12 @@ class Chat:
     def _answer(self, user: str, prompt: Prompt) -> Exchange | None:
         """Show the answer; None when it was stopped before it began."""
         answer = AnswerStream(self.engine, self.session.tokenizer, prompt)
-        cold = not self.turns
+        cold = not self.turns and not self.engine.is_warm
         live = self.console.is_terminal and not self.options.plain
         with AnswerView(self.console, live) as view:
             self._show(answer, view)
         self.turns.append(answer.stats)
+        self.learn(self.engine)
         self._after(answer.stats, cold)
         stopped = answer.stats.finish_reason == "interrupted"
         if stopped and not answer.token_ids:
@@ -117,7 +119,12 @@ class Chat:
         ):
             hidden = self.options.hide_thinking and not answer.text and bool(answer.thought)
             line = status.live_line(
-                answer.stats, self.engine.ctx_size, self.engine.plan.pool_bytes, view.width, hidden
+                answer.stats,
+                self.engine.ctx_size,
+                self.engine.plan.pool_bytes,
+                view.width,
+                hidden,
+                self.engine.prefetch.status if self.engine.prefetch else "",
             )
             if thought and not self.options.hide_thinking:
                 view.write(thought, THOUGHT_STYLE, line)

@@ -62,7 +62,7 @@ def answer_once(engine: Engine, tokenizer: Tokenizer, request: OneShot) -> int:
     if failure:
         raise failure
     if request.options.stats:
-        print(status.turn_line(answer.stats, True, 200), file=sys.stderr)
+        print(status.turn_line(answer.stats, not engine.is_warm, 200), file=sys.stderr)
     return INTERRUPTED if answer.stats.finish_reason == "interrupted" else 0
 
 
@@ -86,12 +86,22 @@ def report(
         "misses": stats.misses,
         "misses_per_token": stats.misses_per_token,
         "fetched_bytes": stats.fetched_bytes,
+        "policy": engine.pool.policy,
+        "forecast_trust": None if engine.foresight is None else engine.foresight.trust(),
+        "prefetch": plan.prefetch,
+        "prefetch_status": engine.prefetch.status if engine.prefetch else "off",
+        "prefetch_rested_tokens": stats.decode.rested_tokens,
+        "prefetch_hits": stats.prefetch_hits,
+        "prefetches_late": stats.decode.prefetches_late,
+        "prefetches_dropped": stats.decode.prefetches_dropped,
+        "prefetched_bytes": stats.prefetched_bytes,
         "prefill_seconds": stats.prefill_s,
         "decode_seconds": stats.decode_s,
         "tokens_per_second": stats.tokens_per_second,
         "prefill_tokens_per_second": stats.prefill_tokens_per_second,
         "ctx_size": engine.ctx_size,
         "num_slots": plan.num_slots,
+        "warm_start": engine.is_warm,
         "pool_bytes": plan.pool_bytes,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),

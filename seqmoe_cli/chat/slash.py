@@ -135,9 +135,18 @@ def _show(chat: Chat, argument: str) -> None:
         ("predict", _predict_text(chat), chat.options.predict.origin),
         ("context", f"{chat.engine.ctx_size:,} tokens", ""),
         ("pool", f"{plan.num_slots:,} slots, {size(plan.pool_bytes)}", ""),
+        ("prefetch", _prefetch_text(chat), ""),
         ("device", f"{chat.engine.device}, {str(chat.engine.dtype).removeprefix('torch.')}", ""),
     ]
     chat.say("\n".join(f"{n:18}{v:12}{f'  {origin}' if origin else ''}" for n, v, origin in rows))
+
+
+def _prefetch_text(chat: Chat) -> str:
+    prefetch = chat.engine.prefetch
+    if prefetch is None:
+        return "off"
+    words = {"on": "", "resting": ", resting: it did not pay", "stopped": ", stopped"}
+    return chat.engine.plan.prefetch + words[prefetch.status]
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -151,9 +160,16 @@ def _stats(chat: Chat, argument: str) -> None:
         decode=sum((t.decode for t in chat.turns), StepStats("decode")),
     )
     rows = [_figures(name, t) for name, t in (("last", chat.turns[-1]), ("all", total))]
-    names = ("", "answer", "prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch")
-    table = list(zip(names, *rows, strict=True))
-    chat.say("\n".join(f"{n:14}{a:>14}{b:>14}" for n, a, b in table))
+    names = (
+        *("", "answer", "prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch"),
+        *(("in time", "prefetched", "without it") if chat.engine.prefetch else ()),
+    )
+    table = list(zip(names, *(row[: len(names)] for row in rows), strict=True))
+    lines = [f"{n:14}{a:>14}{b:>14}" for n, a, b in table]
+    if chat.engine.foresight is not None:
+        shares = "/".join(f"{share:.0%}" for share in chat.engine.foresight.trust())
+        lines.append(f"the predictor is trusted {shares} for the steps 1/2/3-4/5-8 ahead")
+    chat.say("\n".join(lines))
 
 
 def _figures(name: str, stats: TurnStats) -> tuple[str, ...]:
@@ -167,6 +183,9 @@ def _figures(name: str, stats: TurnStats) -> tuple[str, ...]:
         f"{stats.misses_per_token:,.2f}",
         size(stats.fetched_bytes),
         rate(stats.fetch_bytes_per_s),
+        f"{stats.prefetch_hits:,}",
+        size(stats.prefetched_bytes),
+        f"{stats.decode.rested_tokens:,} tok",
     )
 
 

@@ -10,9 +10,15 @@ SEPARATOR = " | "
 
 
 def live_line(
-    stats: TurnStats, ctx_size: int, pool_bytes: int, width: int, thinking: bool = False
+    stats: TurnStats,
+    ctx_size: int,
+    pool_bytes: int,
+    width: int,
+    thinking: bool = False,
+    prefetch: str = "",
 ) -> str:
-    """The line under an answer while it comes; `thinking`: what comes now is not shown."""
+    """The line under an answer while it comes; `thinking`: what comes now is not shown; `prefetch`:
+    its status, nothing if there is none."""
     num_ctx = stats.prompt_tokens + stats.completion_tokens
     fields = ["thinking"] if thinking else []
     fields += [
@@ -21,9 +27,17 @@ def live_line(
         f"hit {stats.hit_rate:.1%}",
         f"miss {stats.misses_per_token:,.1f}/tok",
         f"fetch {rate(stats.fetch_bytes_per_s)}",
+        *_prefetch(stats, prefetch),
         f"pool {size(pool_bytes)}",
     ]
     return fit(fields, width)
+
+
+def _prefetch(stats: TurnStats, prefetch: str) -> list[str]:
+    if prefetch != "on":
+        return [f"prefetch {prefetch}"] if prefetch else []
+    tokens = max(stats.decode.num_tokens, 1)
+    return [f"prefetch {stats.prefetch_hits / tokens:,.1f}/tok in time"]
 
 
 def idle_line(num_ctx: int, ctx_size: int, pool_bytes: int, width: int) -> str:
@@ -47,6 +61,8 @@ def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
         f"prompt {_tokens(stats.prefilled_tokens)} in {stats.prefill_s:.2f} s",
         f"hit {stats.hit_rate:.1%}" + (" (cold pool)" if cold else ""),
     ]
+    if stats.prefetched_bytes:
+        fields.append(f"prefetch {stats.prefetch_hits:,} in time, {size(stats.prefetched_bytes)}")
     return fit(fields, width)
 
 

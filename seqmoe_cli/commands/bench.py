@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
     DtypeOption,
-    PolicyOption,
     VerifyOption,
     VramOption,
     check_choice,
@@ -23,7 +23,7 @@ from seqmoe_cli.commands.options import (
 )
 from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import UsageError
-from seqmoe_cli.settings import check_range
+from seqmoe_cli.settings import POLICIES, PREFETCHES, check_range
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.matrix import Case
@@ -76,6 +76,16 @@ _Gens = Annotated[
 ]
 _Depths = Annotated[str, _list_option("-d", "--n-depth", help="Tokens of context before them")]
 _Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
+_Prefetches = Annotated[
+    str, _list_option("--prefetch", help=f"Copies before they are wanted: {', '.join(PREFETCHES)}")
+]
+_Policies = Annotated[
+    str, _list_option("--policy", help=f"Who leaves the pool: {', '.join(POLICIES)}")
+]
+_Predictor = Annotated[
+    Path | None,
+    flag("--predictor", metavar="FILE", help="Of seqmoe train -o, instead of the model's own."),
+]
 _Repetitions = Annotated[
     int, typer.Option("-r", "--repetitions", metavar="N", help="Timed runs for each row.")
 ]
@@ -111,8 +121,10 @@ def bench(
     vram: VramOption = DEFAULTS.vram_gib,
     device: DeviceOption = DEFAULTS.device,
     dtype: DtypeOption = DEFAULTS.dtype,
-    policy: PolicyOption = DEFAULTS.policy,
+    policies: _Policies = DEFAULTS.policy,
     verify: VerifyOption = DEFAULTS.verify,
+    prefetches: _Prefetches = DEFAULTS.prefetch,
+    predictor: _Predictor = DEFAULTS.predictor,
 ) -> None:
     """Measure the speed of prompts (pp) and of generation (tg), with a cold and a warm pool.
 
@@ -124,15 +136,24 @@ def bench(
     --shape needs no model: random weights of full size are made in memory. --trace replays the
     routing of a real model: the pool starts empty, as many tokens are generated as the trace has,
     and the last -n of them are timed. A pool of all experts runs first, the others are compared
-    with it.
+    with it. With --prefetch, look-ahead is simulated there: a trace has no hidden states. What a
+    predictor has learned from must not be replayed. Of several policies, lru goes without full.
     """
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
     options = [
         engine_options(
-            pool=pool, vram=vram, device=device, dtype=dtype, verify=verify, policy=policy
+            pool=pool,
+            vram=vram,
+            device=device,
+            dtype=dtype,
+            verify=verify,
+            policy=policy,
+            prefetch=prefetch,
+            predictor=predictor,
         )
         for pool in dict.fromkeys(pools.split(","))
+        for policy, prefetch in _ways(policies, prefetches)
     ]
     _check_source(model, shape, prompt_file)
     routing, cases = _routing_and_cases(trace, prompts, gens, depths)
@@ -141,6 +162,14 @@ def bench(
 
     source = _source(model, shape, prompt_file)
     _run(Session.prepare(source, cases, options, repetitions, not no_warmup, routing), output)
+
+
+def _ways(policies: str, prefetches: str) -> list[tuple[str, str]]:
+    """All policies with all kinds of prefetch; but where there are several, not the pair that is
+    refused."""
+    names = dict.fromkeys(policies.split(",")), dict.fromkeys(prefetches.split(","))
+    ways = list(product(*names))
+    return [way for way in ways if way != ("lru", "full")] or ways
 
 
 def _check_source(model: str | None, shape: str | None, prompt_file: Path | None) -> None:
@@ -198,7 +227,7 @@ def _run(session: Session, output: str) -> None:
 
     from seqmoe_cli.bench.output import FORMATS
 
-    _, plan = session.pools[0]
+    plan = session.setups[0].plan
     with ExitStack() as stack:
         with load_progress() as progress:
             loaded = stack.enter_context(session.source.loaded(plan, progress))

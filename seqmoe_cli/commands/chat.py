@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from seqmoe_cli.chat.prompt import Question
     from seqmoe_cli.chat.sampling import Value
     from seqmoe_cli.chat.session import Prompt
+    from seqmoe_cli.engine.engine import Engine
 
 
 _Text = str | None
@@ -43,6 +45,13 @@ _HideFlag = Annotated[bool, flag("--hide-thinking", help="Do not show thoughts."
 _StatsFlag = Annotated[
     bool | None,
     flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off."),
+]
+_ProfileFlag = Annotated[
+    bool,
+    flag(
+        "--profile/--no-profile",
+        help="Begin with the experts that earlier answers used most, and learn from these.",
+    ),
 ]
 _PlainFlag = Annotated[bool, flag("--plain", help="No status line; text as it comes.")]
 
@@ -74,6 +83,8 @@ def chat(
     dtype: options.DtypeOption = options.DEFAULTS.dtype,
     policy: options.PolicyOption = options.DEFAULTS.policy,
     verify: options.VerifyOption = options.DEFAULTS.verify,
+    prefetch: options.PrefetchOption = options.DEFAULTS.prefetch,
+    profile: _ProfileFlag = True,
     stats: _StatsFlag = None,
     plain: _PlainFlag = False,
 ) -> int:
@@ -103,6 +114,7 @@ def chat(
         ctx_size=ctx_size,
         verify=verify,
         policy=policy,
+        prefetch=prefetch,
     )
     sources = Sources(prompt, file, messages, raw, system, system_file)
     behaviour = _behaviour(predict, think, hide_thinking, plain)
@@ -111,7 +123,7 @@ def chat(
     if question.is_open and (as_json or not sys.stdout.isatty()):
         why = "--json answers once" if as_json else "standard output is not a terminal"
         raise UsageError(f"there is no prompt, and {why}", "give -p TEXT or -f FILE")
-    launch = _Launch(options.find_model(model), engine, sampling, behaviour)
+    launch = _Launch(options.find_model(model), engine, sampling, behaviour, profile)
     return launch.talk(question) if question.is_open else launch.answer(question, as_json)
 
 
@@ -137,12 +149,16 @@ class _Launch:
         engine: EngineOptions,
         sampling: Mapping[str, Value],
         behaviour: ChatOptions,
+        profile: bool,
     ) -> None:
         from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
         from seqmoe_cli.engine.tokenizer import Tokenizer
+        from seqmoe_cli.forecast.profile import UseProfile
         from seqmoe_weights.packed import PackedModel
 
-        config = PackedModel.open(folder).config
+        packed = PackedModel.open(folder)
+        config = packed.config
+        self.profile = UseProfile.of(packed) if profile else None
         self.model = folder.resolve().name
         self.folder, self.engine, self.behaviour = folder, engine, behaviour
         self.ctx_size = min(engine.ctx_size, config.max_position_embeddings)
@@ -162,11 +178,13 @@ class _Launch:
         request = OneShot(
             self.model, prompt, params, self.behaviour, question.raw is not None, as_json
         )
-        with options.opened_engine(self.folder, self.engine) as engine:
+        with self._opened_engine() as engine:
             if is_terminal(sys.stderr):
                 for line in engine.fallbacks:
                     print(line, file=sys.stderr)
-            return answer_once(engine, self.tokenizer, request)
+            code = answer_once(engine, self.tokenizer, request)
+            self._learn(engine)
+            return code
 
     def talk(self, question: Question) -> int:
         """Talk until the user leaves; the exit code."""
@@ -180,10 +198,28 @@ class _Launch:
             ChatTemplate.open(self.folder), self.tokenizer, self.ctx_size, question.system
         )
         session.set_think(self.behaviour.think)
-        with quiet_terminal(), options.opened_engine(self.folder, self.engine) as engine:
+        with quiet_terminal(), self._opened_engine() as engine:
             console = make_console(sys.stdout)
             chat = Chat(self.model, console, engine, session, self.sampling, self.behaviour)
+            chat.learn = self._learn
             return run_repl(chat)
+
+    @contextmanager
+    def _opened_engine(self) -> Iterator[Engine]:
+        """The engine, its pool filled with what the profile says; what is learned is kept."""
+        with options.opened_engine(self.folder, self.engine) as engine:
+            if self.profile is not None:
+                engine.warm(self.profile.ranking().tolist())
+            try:
+                yield engine
+            finally:
+                if self.profile is not None:
+                    with suppress(SeqmoeError):  # nothing depends on it
+                        self.profile.save()
+
+    def _learn(self, engine: Engine) -> None:
+        if self.profile is not None:
+            self.profile.add(engine.used_in_answer())
 
     def _prompt(self, question: Question) -> Prompt:
         from seqmoe_cli.chat.session import Prompt, render

@@ -14,7 +14,15 @@ import typer
 from seqmoe_cli import paths
 from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.errors import PackedModelError, UsageError
-from seqmoe_cli.settings import DEVICES, DTYPES, POLICIES, EngineOptions, PoolSize, check_range
+from seqmoe_cli.settings import (
+    DEVICES,
+    DTYPES,
+    POLICIES,
+    PREFETCHES,
+    EngineOptions,
+    PoolSize,
+    check_range,
+)
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -67,13 +75,21 @@ CtxOption = Annotated[
 VerifyOption = Annotated[
     bool, flag("--verify", help="Prove on the device that every expert read is the one asked for.")
 ]
+PrefetchOption = Annotated[
+    str,
+    typer.Option(
+        "--prefetch",
+        metavar="|".join(PREFETCHES),
+        help="Copy experts before they are wanted: what later routers name, or predictors too.",
+    ),
+]
 
 PolicyOption = Annotated[
     str,
     typer.Option(
         "--policy",
         metavar="|".join(POLICIES),
-        help="Which expert leaves the pool: the one not used for longest, or least often lately.",
+        help="Who leaves the pool: not used for longest, least often lately, or least expected.",
     ),
 ]
 PredictOption = Annotated[
@@ -122,15 +138,24 @@ def engine_options(
     ctx_size: int = DEFAULTS.ctx_size,
     verify: bool = DEFAULTS.verify,
     policy: str = DEFAULTS.policy,
+    prefetch: str = DEFAULTS.prefetch,
+    predictor: Path | None = DEFAULTS.predictor,
 ) -> EngineOptions:
     """Check the flags of a command line; raises `UsageError` naming the flag."""
     check_choice("--device", device, DEVICES)
     check_choice("--dtype", dtype, DTYPES)
     check_choice("--policy", policy, POLICIES)
+    check_choice("--prefetch", prefetch, PREFETCHES)
     check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
     if vram is not None:
         check_range("--vram", vram, 0.001, 100_000)
-    return EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size, vram, verify, policy)
+    if prefetch == "full" and policy == "lru":
+        raise UsageError(
+            "--prefetch full counts uses, which --policy lru does not",
+            "use --policy decayed or forecast",
+        )
+    size = PoolSize.parse(pool)
+    return EngineOptions(size, device, dtype, ctx_size, vram, verify, policy, prefetch, predictor)
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

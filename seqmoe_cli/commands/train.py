@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.commands.progress import status_line
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def train(
     check_range("--minutes", minutes, 0.01, 10_000)
     check_range("--passes", passes, 1, 10_000)
     check_range("--width", width, 16, 4096)
+    if width % 16:
+        raise UsageError(f"--width {width} is no multiple of 16", f"use {width // 16 * 16}")
     check_range("--hidden", hidden, 0, 4096)
     if model is None and not (trace and output):
         raise UsageError("no MODEL is given", "give one, or both --trace and -o")
@@ -119,8 +121,16 @@ def train(
     predictor = _new_predictor(packed, whole, width, place)
     plan = _plan(minutes, passes, seed or 0, place)
     predictor, done = _train(predictor, packed, (learned, judged), plan, checkpoint)
+    facts: dict[str, Any] = {
+        "num_tokens": len(learned),
+        "text": trace or [f"{packed.name if packed else ''}'s own text"],
+        "passes": round(done.passes, 2),
+    }
+    _store(predictor, packed, output, facts)  # judging takes minutes, and may be interrupted
     found = _judge(predictor, learned, judged)
-    num_bytes = _store(predictor, packed, output, found, len(learned), done)
+    num_bytes = _store(predictor, packed, output, facts | _facts_of_recall(found))
+    if packed is not None and output is None:
+        _note_uses(packed, learned)
     where = output or (packed.path if packed else "")
     _print(found, as_json, f"{where}: a predictor of {num_bytes:,} bytes", done)
 
@@ -244,25 +254,33 @@ def _judge(predictor: Predictor, learned: Trace, judged: Trace) -> Recall:
 
 
 def _store(
-    predictor: Predictor, packed: PackedModel | None, output: Path | None, found: Recall,
-    num_tokens: int, done: Progress,
-) -> int:  # fmt: skip
+    predictor: Predictor, packed: PackedModel | None, output: Path | None, facts: dict[str, Any]
+) -> int:
     from seqmoe_cli.forecast.stored import StoredPredictor
-    from seqmoe_cli.replay.recall_table import recall_facts
 
-    scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
-    facts: dict[str, Any] = {
-        "num_tokens": num_tokens,
-        "passes": round(done.passes, 2),
-        "top": list(found.top),
-        "recall": scores,
-    }
     stored = StoredPredictor(predictor, facts)
     if output is not None:
         return stored.save(output)
     assert packed is not None
     stored.attach(packed.path)
     return predictor.shape.num_bytes
+
+
+def _note_uses(packed: PackedModel, learned: Trace) -> None:
+    """For the warm start of the model's pool."""
+    from seqmoe_cli.forecast.profile import UseProfile
+
+    profile = UseProfile.of(packed)
+    profile.learn(learned)
+    with suppress(SeqmoeError):  # chats learn it, too
+        profile.save()
+
+
+def _facts_of_recall(found: Recall) -> dict[str, Any]:
+    from seqmoe_cli.replay.recall_table import recall_facts
+
+    scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
+    return {"top": list(found.top), "recall": scores}
 
 
 def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:

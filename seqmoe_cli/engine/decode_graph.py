@@ -54,28 +54,34 @@ class EagerSteps:
 
 class GraphSteps:
     """Replays the step as one CUDA graph. The first step of all runs eagerly, which compiles its
-    kernels; the second is captured."""
+    kernels; the second is captured. A step of another `kind` has a graph of its own."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._step = step
-        self._is_warm = False
+    def __init__(self, step: Callable[[], None], kind: Callable[[], bool] = lambda: True) -> None:
+        self._step, self._kind = step, kind
+        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}  # None: has run eagerly
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph | None:
+        """That of the present kind, once there is one."""
+        return self._graphs.get(self._kind())
 
     @property
     def ahead(self) -> int:
         return REPLAYS_AHEAD if self.graph else 0
 
     def __call__(self) -> None:
-        if not self._is_warm:
+        kind = self._kind()
+        if kind not in self._graphs:
             self._step()
-            self._is_warm = True
+            self._graphs[kind] = None
             return
-        if self.graph is None:
+        if (graph := self._graphs[kind]) is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # records, runs nothing
+            # records, runs nothing; what a thread that prefetches does meanwhile is its own affair
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
-            self.graph = graph
-        self.graph.replay()
+            self._graphs[kind] = graph
+        graph.replay()
 
 
 class Decoding:
@@ -102,7 +108,9 @@ class Decoding:
         self._taken_at = 0.0
         self._num_left = 0  # steps that may still be issued
         self._eager_steps = EagerSteps(self.step)
-        self.issue: Issuer = self._eager_steps if eager else GraphSteps(self.step)
+        # with prefetch at rest, a step is another one
+        graphs = GraphSteps(self.step, lambda: pool.flights is not None)
+        self.issue: Issuer = self._eager_steps if eager else graphs
 
     def begin(self, params: SamplingParams, prompt_ids: Sequence[int], max_steps: int) -> None:
         """Start an answer of at most `max_steps` steps beside the first token."""

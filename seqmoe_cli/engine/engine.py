@@ -13,31 +13,29 @@ from pathlib import Path
 
 import torch
 
-from seqmoe_cli.engine.decode_graph import Decoding
+from seqmoe_cli.engine.decode_graph import Decoding, GraphSteps
+from seqmoe_cli.engine.foresight import Foresight, predictor_for
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape, plan_memory
+from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step, StepStats
 from seqmoe_cli.errors import PromptError
+from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
+from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
+from seqmoe_cli.residency.switch import StepCosts
 from seqmoe_cli.settings import EngineOptions, SamplingParams
-from seqmoe_kernels import ExpertFormat, Routing
-from seqmoe_weights.layout import RecordLayout
+from seqmoe_kernels import Expectation, Routing
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
 LoadProgress = Callable[[str, int, int], None]
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 class Engine:
@@ -53,9 +51,11 @@ class Engine:
         eager: bool = False,
         verify: bool = False,
         policy: str = "lru",
+        predictor: Predictor | None = None,
     ) -> None:
         """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify` and
-        `policy`: see `EngineOptions`."""
+        `policy`: see `EngineOptions`. `predictor`: see `predictor_for`; without one nothing is
+        foreseen."""
         self.model = model
         self.config = model.config
         self.plan = plan
@@ -70,9 +70,27 @@ class Engine:
         self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps, policy)
         routing = Routing(num_experts, self.config.num_experts_per_tok, self.config.norm_topk_prob)
         experts = PooledExperts(self.pool, fmt, routing)
-        self._forward = Forward(build_decoder(self.config, weights), self.kv, experts)
-        sampler = Sampler(self.config.vocab_size, plan.device)
+        decoder = build_decoder(self.config, weights)
+        self.prefetch: Prefetch | None = None
+        if plan.prefetch != "off":
+            self.prefetch = Prefetch(self.pool, self.config.num_hidden_layers, routing)
+            experts.prefetch = self.prefetch
+            decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
+        self.foresight: Foresight | None = None
         use_graph = plan.device.type == "cuda" and not eager
+        if plan.foresees and predictor is not None:
+            self.foresight = Foresight(predictor, self.pool)
+            prospects = self.foresight.prospects
+            if use_graph:
+                self.foresight.issue = GraphSteps(self.foresight.read_one)
+            if policy == "forecast":
+                experts.prospects = prospects
+            if self.prefetch is not None and plan.prefetch == "full":
+                self.prefetch.expectation = Expectation(prospects.likely, None)
+        self._forward = Forward(decoder, self.kv, experts, self.foresight)
+        sampler = Sampler(self.config.vocab_size, plan.device)
+        self._usage_before = self.pool.state.usage.clone()
+        self.is_warm = False  # something was in the pool before the first answer
         self.decoding = Decoding(self._forward, sampler, self.pool, plan.device, not use_graph)
 
     @classmethod
@@ -93,13 +111,39 @@ class Engine:
         report = progress or (lambda stage, done, total: None)
         model = PackedModel.open(path)
         plan = plan_memory(model, options)
+        predictor = None
+        if plan.foresees:
+            config = model.config
+            stored = predictor_for(options, path, config, model.name, config.vocab_size)
+            predictor = stored.predictor
         pin = plan.device.type == "cuda"
         store = HostStore.load(model, pin, lambda done, total: report("experts", done, total))
         weights = model.load_resident(
             plan.device, plan.dtype, lambda done, total: report("weights", done, total)
         )
-        verify, policy = options.verify, options.policy
-        return cls(model, store, plan, weights, eager=eager, verify=verify, policy=policy)
+        return cls(
+            model,
+            store,
+            plan,
+            weights,
+            eager=eager,
+            verify=options.verify,
+            policy=options.policy,
+            predictor=predictor,
+        )
+
+    @torch.inference_mode()
+    def warm(self, ranking: Sequence[int]) -> None:
+        """Fill the cold pool with the first experts of a ranking, flat ids."""
+        if len(ranking):
+            self.pool.fill(torch.as_tensor(ranking, dtype=torch.int32, device=self.device))
+            self.is_warm = True
+
+    def used_in_answer(self) -> list[bool]:
+        """Which experts, by flat id, the last answer has used, its prompt not counted (waits for
+        the device)."""
+        used: list[bool] = (self.pool.state.usage != self._usage_before).tolist()
+        return used
 
     @property
     def token_ids(self) -> list[int]:
@@ -160,6 +204,7 @@ class Engine:
                 raise InterruptedForward
             for x in self._forward.chunks(prompt_ids[held:], on_prefill, stop):
                 last = x[-1:]
+            self._usage_before.copy_(self.pool.state.usage)
             self.decoding.choose_first(last)
             taken = self.decoding.take()
         after = taken.counters if taken else self.pool.counters()
@@ -171,23 +216,29 @@ class Engine:
             taken = self.decoding.take()
             self.kv.commit([token])
             costs = self._costs("decode", 1, before, taken.counters)
+            self._observe(costs)
             yield replace(costs, elapsed_s=taken.elapsed_s), taken.token
         yield StepStats("decode"), None
 
     def _costs(
         self, phase: str, num_tokens: int, before: PoolCounters, after: PoolCounters
     ) -> StepStats:
+        rests = self.prefetch is not None and not self.prefetch.is_on and phase == "decode"
         spent = after.since(before)
-        return StepStats(
-            phase,
-            num_tokens,
-            spent.hits,
-            spent.misses,
-            spent.misses * self.plan.record_bytes,
-            stall_s=spent.stall_ns / 1e9,
-            step_s=spent.step_ns / 1e9,
-            gap_s=spent.gap_ns / 1e9,
-        )
+        return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests)
+
+    def _observe(self, costs: StepStats) -> None:
+        """Let prefetch learn from a decode step; say so once it has died."""
+        if self.prefetch is None:
+            return
+        copies = costs.prefetched_bytes // self.plan.record_bytes
+        hits, late = costs.prefetch_hits, costs.prefetches_late
+        absent = costs.misses + hits
+        self.prefetch.observe(StepCosts(copies, hits + late, absent, costs.stall_s, costs.step_s))
+        if self.prefetch.failure is not None:
+            line = f"prefetch has stopped ({self.prefetch.failure}): every miss is fetched"
+            if line not in self.fallbacks:
+                self.fallbacks.append(line)
 
     @torch.inference_mode()
     def log_likelihoods(
@@ -222,8 +273,10 @@ class Engine:
         self._forward.replay(routing)
 
     def reset_pool(self) -> None:
-        """Make the pool cold."""
+        """Make the pool cold, and forget what was foreseen for it."""
         self.pool.reset()
+        if self.foresight is not None:
+            self.foresight.reset()
 
     def reset_kv(self) -> None:
         """Forget the conversation."""
@@ -231,9 +284,15 @@ class Engine:
 
     def close(self) -> None:
         """Give the pinned memory back. The engine cannot be used afterwards."""
+        self.end_threads()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.store.close()
+
+    def end_threads(self) -> None:
+        """End what runs beside the caller's thread; no step may run afterwards."""
+        if self.prefetch is not None:
+            self.prefetch.close()
 
     def _check_prompt(self, ids: Sequence[int], room: int = 1) -> None:
         if not ids:
@@ -249,29 +308,6 @@ class Engine:
                 f"token id {max(ids)} is outside the vocabulary of {self.config.vocab_size:,}",
                 "tokenizer.json and config.json do not belong together",
             )
-
-
-def expert_format(layout: RecordLayout) -> ExpertFormat:
-    """The record layout in the form that kernels take."""
-
-    def offset(name: str) -> int:
-        return layout[name].offset if name in layout else -1
-
-    gate = layout["gate"]
-    inter, hidden = gate.shape
-    return ExpertFormat(
-        weight_dtype=_DTYPES[gate.dtype],
-        hidden=hidden,
-        inter=inter,
-        gate=gate.offset,
-        up=layout["up"].offset,
-        down=layout["down"].offset,
-        gate_scale=offset("gate_scale"),
-        up_scale=offset("up_scale"),
-        down_scale=offset("down_scale"),
-        stamp=layout["stamp"].offset,
-        record_bytes=layout.record_bytes,
-    )
 
 
 def _common_prefix(held: Sequence[int], wanted: Sequence[int]) -> int:

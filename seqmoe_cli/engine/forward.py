@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from seqmoe_cli.engine.beside import Beside
+from seqmoe_cli.engine.foresight import Foresight
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.forecast.recorder import TraceRecorder
@@ -23,11 +25,22 @@ class InterruptedForward(Exception):
 class Forward:
     """Evaluates tokens. Gives the final residual stream; `head` turns rows of it into logits."""
 
-    def __init__(self, decoder: Decoder, kv: KVState, experts: PooledExperts) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVState,
+        experts: PooledExperts,
+        foresight: Foresight | None = None,
+    ) -> None:
         self.head = decoder.head
         self._decoder = decoder
         self._kv = kv
         self._experts = experts
+        self._foresight = foresight
+        if foresight is not None:
+            experts.used, experts.routed = foresight.used, foresight.routed
+        self._beside = Beside(kv.keys.device)
+        self._expectation = None if experts.prefetch is None else experts.prefetch.expectation
         self._num_layers = decoder.config.num_hidden_layers
         self._recorder: TraceRecorder | None = None
 
@@ -44,6 +57,12 @@ class Forward:
     def replay(self, routing: ReplayedRouting | None) -> None:
         """Let `routing` choose the experts of every single token; None gives the router its say."""
         self._experts.replayed = routing
+        if (prefetch := self._experts.prefetch) is not None:
+            prefetch.predicted = None if routing is None else routing.named
+            foreseen = None if routing is None else routing.expectation
+            prefetch.expectation = foreseen or self._expectation
+        if self._foresight is not None:
+            self._foresight.replayed = routing
 
     def chunks(
         self,
@@ -58,13 +77,19 @@ class Forward:
         for start in range(0, len(ids), size):
             chunk = ids[start : start + size]
             self._kv.begin(len(chunk))
-            x = self._decoder.embed(torch.tensor(chunk, dtype=torch.int64, device=device))
+            tokens = torch.tensor(chunk, dtype=torch.int64, device=device)
+            if self._foresight is not None and len(chunk) == 1:
+                self._foresight.begin(tokens)
+            x = self._decoder.embed(tokens)
             for n in range(self._num_layers):
                 if len(chunk) > 1 and stop():
                     raise InterruptedForward
                 x = self._decoder.layer(n, x, self._kv, self._experts)
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
+            is_last = start + len(chunk) == len(ids)
+            if self._foresight is not None and is_last and len(chunk) > 1:
+                self._foresight.read(tokens)
             self._advance(len(chunk))
             self._kv.commit(chunk)
             self._tell_recorder(chunk, x)
@@ -73,6 +98,14 @@ class Forward:
     def one(self, token: torch.Tensor) -> torch.Tensor:
         """Evaluate `token`, int64 [1], after all that the device has seen: [1, H]. Reads nothing
         back and depends on no number of the host; the caller commits."""
+        if self._foresight is not None and not self._is_foresight_wanted:
+            self._foresight.rest()
+        elif self._foresight is not None:
+            # Nobody asks for what is foreseen before the first layer has chosen its experts.
+            self._beside.fork(lambda: self._foresee(token))
+            self._experts.ready = self._beside.join
+        else:
+            self._foresee(token)
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
             x = self._decoder.layer(n, x, self._kv, self._experts)
@@ -80,6 +113,18 @@ class Forward:
         if self._recorder is not None:
             self._tell_recorder([int(token)], x)
         return x
+
+    @property
+    def _is_foresight_wanted(self) -> bool:
+        """By eviction, or by a prefetch that does not rest."""
+        return self._experts.prospects is not None or self._experts.pool.flights is not None
+
+    def _foresee(self, token: torch.Tensor) -> None:
+        """What the step's kernels may know of it beforehand."""
+        if self._foresight is not None:
+            self._foresight.begin(token)
+        if (prefetch := self._experts.prefetch) is not None and prefetch.is_on:
+            prefetch.begin_step()
 
     def _advance(self, num_tokens: int) -> None:
         self._kv.advance(num_tokens)

@@ -10,6 +10,9 @@ import torch
 
 from seqmoe_cli.engine.device import choose_placement, free_device_bytes
 from seqmoe_cli.errors import ResourceError
+from seqmoe_cli.forecast.predictor import MAX_BYTES
+from seqmoe_cli.models.decoder import look_ahead_bytes
+from seqmoe_cli.residency.prefetch import DISTANCE, least_slots
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.families import family_of, scale_spec
@@ -21,6 +24,7 @@ MARGIN_BYTES = GIB // 2  # left free on the device for the driver and the deskto
 HOST_MARGIN_BYTES = GIB  # left free in RAM
 PREFILL_CHUNK = {"cpu": 256, "cuda": 2048}  # tokens; a bigger chunk reads every expert less often
 HEAD_CHUNK = 256  # tokens whose logits are held at once
+PROSPECT_BYTES = 256  # of each expert, for what is expected of it
 
 
 class ModelShape(Protocol):
@@ -43,7 +47,9 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory."""
+    """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory.
+    `prefetch`: what becomes of `EngineOptions.prefetch`; `foresees`: a predictor runs along. What
+    they need is in `workspace_bytes`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,6 +64,13 @@ class MemoryPlan:
     pool_reason: str
     budget_reason: str
     fallbacks: tuple[str, ...]
+    prefetch: str = "off"
+    foresees: bool = False
+
+    @property
+    def has_victims(self) -> bool:
+        """Whether an expert may have to leave the pool for another one."""
+        return self.num_slots * self.record_bytes < self.records_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -90,8 +103,15 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
     resident = _resident_bytes(model.config, dtype)
     kv = _kv_bytes(model, ctx_size, dtype)
     workspace = _workspace_bytes(model, ctx_size, dtype, device)
+    extra = _forecast_bytes(model.config, options.prefetch, bool(options.forecasting), dtype)
     budget, budget_reason = _budget(records, options, device)
-    num_slots, pool_reason = _num_slots(model, options.pool, budget - resident - kv - workspace)
+    num_slots, pool_reason = _num_slots(
+        model, options.pool, budget - resident - kv - workspace - extra
+    )
+    prefetch, why_not = _prefetch(model.config, options, num_slots)
+    fallbacks += why_not
+    foresees = prefetch == "full" or options.policy == "forecast"
+    foresees &= num_slots < model.config.num_routed_experts
     plan = MemoryPlan(
         device=device,
         dtype=dtype,
@@ -100,15 +120,35 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
         record_bytes=model.layout.record_bytes,
         resident_bytes=resident,
         kv_bytes=kv,
-        workspace_bytes=workspace,
+        workspace_bytes=workspace + _forecast_bytes(model.config, prefetch, foresees, dtype),
         budget_bytes=budget,
         records_bytes=records,
         pool_reason=pool_reason,
         budget_reason=budget_reason,
         fallbacks=tuple(fallbacks),
+        prefetch=prefetch,
+        foresees=foresees,
     )
     _check_fits(plan)
     return plan
+
+
+def _prefetch(config: ModelConfig, options: EngineOptions, num_slots: int) -> tuple[str, list[str]]:
+    """The kind of prefetch, and a sentence if it is not the one that was asked for. A pool that
+    holds all experts has nothing to gain."""
+    least = least_slots(config.num_experts_per_tok)
+    if options.prefetch == "off" or num_slots >= config.num_routed_experts:
+        return "off", []
+    if num_slots < least:
+        short = f"--prefetch {options.prefetch} needs a pool of {least} slots, not {num_slots}"
+        return "off", [f"{short}: prefetch is off"]
+    return options.prefetch, []
+
+
+def _forecast_bytes(config: ModelConfig, prefetch: str, foresees: bool, dtype: torch.dtype) -> int:
+    """Of the routers that look ahead, and of a predictor with what comes of it."""
+    routers = look_ahead_bytes(config, DISTANCE, dtype) if prefetch != "off" else 0
+    return routers + foresees * (MAX_BYTES + PROSPECT_BYTES * config.num_routed_experts)
 
 
 def _resident_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

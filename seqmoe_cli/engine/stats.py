@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from seqmoe_cli.residency.pool import PoolCounters
 
 
 @dataclass(frozen=True)
 class StepStats:
     """Costs of one step, or of several added up. `num_tokens` went into the KV state; hits and
     misses count (layer, expert) lookups, in a prefill chunk once per distinct expert.
+
+    `prefetch_hits` are hits that a prefetch in time has made of misses; `prefetches_late` misses
+    for which a copy under way was waited for, `prefetches_dropped` those that it was too late for;
+    `rested_tokens` were decoded while prefetch had been turned off because it did not pay.
 
     `elapsed_s` is the host's time. By the device's clock: `stall_s` it waited for misses, decode
     steps took `step_s` from end to end and lay `gap_s` apart.
@@ -23,6 +31,32 @@ class StepStats:
     stall_s: float = 0.0
     step_s: float = 0.0
     gap_s: float = 0.0
+    prefetched_bytes: int = 0
+    prefetch_hits: int = 0
+    prefetches_late: int = 0
+    prefetches_dropped: int = 0
+    rested_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, phase: str, num_tokens: int, spent: PoolCounters, record_bytes: int, rests: bool
+    ) -> StepStats:
+        """What a pool has counted meanwhile; `rests`: without the prefetch that there is."""
+        return cls(
+            phase,
+            num_tokens,
+            spent.hits,
+            spent.misses,
+            spent.fetched * record_bytes,
+            prefetched_bytes=spent.prefetched * record_bytes,
+            prefetch_hits=spent.prefetch_hits,
+            prefetches_late=spent.late,
+            prefetches_dropped=spent.dropped,
+            rested_tokens=num_tokens * rests,
+            stall_s=spent.stall_ns / 1e9,
+            step_s=spent.step_ns / 1e9,
+            gap_s=spent.gap_ns / 1e9,
+        )
 
     def __add__(self, other: StepStats) -> StepStats:
         names = [field.name for field in fields(self) if field.name != "phase"]
@@ -85,6 +119,15 @@ class TurnStats:
         return self.prefill.fetched_bytes + self.decode.fetched_bytes
 
     @property
+    def prefetched_bytes(self) -> int:
+        return self.prefill.prefetched_bytes + self.decode.prefetched_bytes
+
+    @property
+    def prefetch_hits(self) -> int:
+        """Hits that would have been misses without prefetch."""
+        return self.prefill.prefetch_hits + self.decode.prefetch_hits
+
+    @property
     def hit_rate(self) -> float:
         """hits / (hits + misses) over the prompt and the answer together."""
         return _ratio(self.hits, self.hits + self.misses)
@@ -118,8 +161,9 @@ class TurnStats:
 
     @property
     def fetch_bytes_per_s(self) -> float:
-        """Bytes fetched per second of the whole turn."""
-        return _ratio(self.fetched_bytes, self.prefill_s + self.decode_s)
+        """Bytes fetched and prefetched per second of the whole turn."""
+        num_bytes = self.fetched_bytes + self.prefetched_bytes
+        return _ratio(num_bytes, self.prefill_s + self.decode_s)
 
 
 def _ratio(part: float, whole: float) -> float:

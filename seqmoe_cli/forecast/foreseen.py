@@ -28,7 +28,7 @@ class Foreseen:
         check_shape(
             trace, shape.num_layers, shape.num_experts, shape.top_k, "the predictor is for one of"
         )
-        _check_inputs(predictor, trace)
+        check_inputs(predictor, trace)
         self._predictor = predictor.eval()
         self._corpus = Corpus(trace, predictor.base.device)
 
@@ -60,7 +60,8 @@ class ForeseenSteps:
         return np.asarray(np.rint(expected), np.int64)
 
 
-def _check_inputs(predictor: Predictor, trace: Trace) -> None:
+def check_inputs(predictor: Predictor, trace: Trace) -> None:
+    """Raise `UsageError` for a trace without what the predictor was trained with."""
     shape = predictor.shape
     hint = "record the trace with the model that the predictor is for"
     if shape.vocab_size and trace.token_ids is None:

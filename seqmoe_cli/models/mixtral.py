@@ -8,6 +8,8 @@ from seqmoe_cli.models.decoder import Attention, Decoder, Experts
 
 
 class Mixtral(Decoder):
+    router = "block_sparse_moe.gate"
+
     def layer(
         self, n: int, x: torch.Tensor, attention: Attention, experts: Experts
     ) -> torch.Tensor:
@@ -19,9 +21,7 @@ class Mixtral(Decoder):
         mixed = attention(n, q, k, v, self.rotation())
         x = self.add_projection(x, f"{attn}.o_proj", mixed)
 
-        h, logits = self.normed_projection(
-            x, between, f"{at}.block_sparse_moe.gate"
-        )  # logits [T, num_experts]
+        h, logits = self.normed_projection(x, between, f"{at}.{self.router}")
         return experts(n, x, h, logits)
 
 

@@ -20,7 +20,9 @@ class Qwen3Moe(Decoder):
         mixed = attention(n, q, k, v, self.rotation(f"{attn}.q_norm", f"{attn}.k_norm"))
         x = self.add_projection(x, f"{attn}.o_proj", mixed)
 
-        h, logits = self.normed_projection(x, between, f"{at}.mlp.gate")  # logits [T, num_experts]
+        h, logits = self.normed_projection(
+            x, between, f"{at}.{self.router}"
+        )  # logits [T, num_experts]
         return experts(n, x, h, logits)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_cli.residency.pool import MAX_WAVE, ExpertPool
+from seqmoe_cli.residency.prefetch import Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_kernels import (
     ExpertFormat,
@@ -17,8 +18,9 @@ from seqmoe_kernels import (
     expert_pairs,
     route,
 )
+from seqmoe_kernels.prospects import Prospects
 
-MAX_WAVE = 256  # experts that one resolve event takes
+SEED_TOKENS = 16  # of a prompt, its last ones, whose experts are kept for the answer
 RoutingObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called with (layer, ids [T, K], weights [T, K]) before a layer is computed."""
 
@@ -36,11 +38,17 @@ class PooledExperts:
         self.routing = routing
         self.observer: RoutingObserver | None = None
         self.replayed: ReplayedRouting | None = None  # chooses the experts of single tokens
+        self.prefetch: Prefetch | None = None  # asks for experts that later layers may want
+        self.prospects: Prospects | None = None  # by which victims are chosen
+        self.used: torch.Tensor | None = None  # int32 [L * K], flat ids of the last single token
+        self.ready: Callable[[], None] | None = None  # called once before the next choice
+        self.routed: torch.Tensor | None = None  # int32 [n, L, K], those of the last of many tokens
 
     def __call__(
         self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """x, h [T, H], the router's logits [T, E] -> x plus the chosen experts over h, [T, H]."""
+        """x, h [T, H], the router's logits [T, E] -> x plus the chosen experts over h, [T, H]. For
+        one token, those of later routers may follow."""
         if x.shape[0] == 1:
             return self._one(layer, x, h, logits)
         num_experts, top_k, renormalize = self.routing
@@ -49,6 +57,9 @@ class PooledExperts:
             self.observer(layer, ids, weights)
         pairs = torch.empty((*ids.shape, h.shape[1]), dtype=torch.float32, device=h.device)
         first = layer * num_experts
+        if self.routed is not None:
+            last = ids[-len(self.routed) :]
+            self.routed[-len(last) :, layer] = last + first
         for wave in self._waves(ids, first):
             slots = self.pool.require(wave)
             slot_of = slots.new_full((num_experts,), -1)
@@ -61,16 +72,32 @@ class PooledExperts:
     ) -> torch.Tensor:
         """One token: its K experts are distinct and fit any pool, and nothing is waited for."""
         recorded = None if self.replayed is None else self.replayed.recorded
-        chosen = choose(logits, layer, self.routing, self.pool.state, recorded)
+        logits, later = logits.tensor_split([self.routing.num_experts], dim=1)
+        flights = self.pool.flights
+        if self.ready is not None:
+            self.ready()
+            self.ready = None
+        state, prospects = self.pool.state, self.prospects
+        chosen = choose(logits, layer, self.routing, state, recorded, flights, prospects, self.used)
         if self.observer is not None:
             ids = chosen.wanted - layer * self.routing.num_experts
             self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
-        self.pool.fetch(chosen.wanted, chosen.resolved)
+        ahead = None
+        if self.prefetch is not None and flights is not None:
+            ahead = self.prefetch.ahead(layer, later, chosen)._replace(prospects=prospects)
+        self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
         return expert_mlp(x, h, self.pool.slots, chosen.resolved, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:
-        """The distinct experts of many tokens in groups that fit the pool, residents first."""
+        """The distinct experts of many tokens in groups that fit the pool, residents first. What is
+        fetched and not used by the last tokens is the next to leave: so a prompt that wants nearly
+        all experts goes through a part of the pool, and what answers live on stays."""
         wanted = torch.unique(ids) + first  # sorted
         resident = self.pool.is_resident(wanted)
-        wanted = torch.cat((wanted[resident], wanted[~resident]))
-        yield from torch.split(wanted, min(self.pool.num_slots, MAX_WAVE))
+        here, absent = wanted[resident], wanted[~resident]
+        if len(here):
+            yield from torch.split(here, min(self.pool.largest_event, MAX_WAVE))
+        size, last = min(-(-self.pool.num_slots // 4), MAX_WAVE), ids[-SEED_TOKENS:] + first
+        for wave in torch.split(absent, size) if len(absent) else ():
+            yield wave
+            self.pool.demote(wave[~torch.isin(wave, last)])

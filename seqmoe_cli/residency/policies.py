@@ -154,7 +154,7 @@ class Blend:
         self.counts = DecayedFrequency(num_experts, half_life)
         self.trust = np.zeros(len(WINDOWS), np.int64)  # in units of 1/256
         self.expected = np.zeros((len(WINDOWS), num_experts), np.int64)  # the mix, units of 1/ONE
-        self._forecast, self._per_step = forecast, round(ONE * (1 - 2 ** (-1 / half_life)))
+        self._forecast, self._per_step = forecast, uses_per_count(half_life)
         self._sums = [[0, 0] for _ in WINDOWS]
         span = WINDOWS[-1][1]
         self._made: deque[tuple[Ints, Ints]] = deque(maxlen=span)  # forecasts and rates of steps
@@ -194,6 +194,20 @@ class Blend:
             self.trust[window] = min(max(256 * top // base, 0), 256) if base > 0 else 0
 
 
+def discounted(discount: float = DISCOUNT) -> tuple[Ints, int]:
+    """What a use in each window weighs, and what one in every step behind them does, in units of
+    2^-16; see `ForecastEviction`."""
+    d = 2 ** (-1 / discount)
+    weights = [np.mean([d ** (n - 1) for n in range(a, b + 1)]) for a, b in WINDOWS]
+    tail = round((1 << 16) * d ** WINDOWS[-1][1] / (1 - d))
+    return np.round(np.array(weights) * (1 << 16)).astype(np.int64), tail
+
+
+def uses_per_count(half_life: float = HALF_LIFE) -> int:
+    """Uses per step that a decayed count of 1 stands for, in units of 1/ONE."""
+    return round(ONE * (1 - 2 ** (-1 / half_life)))
+
+
 class ForecastEviction(ScoredPolicy):
     """The victim has the smallest expected discounted use. Whoever drives it drives the blend too,
     before it.
@@ -215,10 +229,7 @@ class ForecastEviction(ScoredPolicy):
     def __init__(self, num_layers: int, blend: Blend, discount: float = DISCOUNT) -> None:
         super().__init__(blend.expected.shape[1])
         self._blend, self._of_layer = blend, blend.expected.shape[1] // num_layers
-        d = 2 ** (-1 / discount)
-        weights = [np.mean([d ** (n - 1) for n in range(a, b + 1)]) for a, b in WINDOWS]
-        self._weights = np.round(np.array(weights) * (1 << 16)).astype(np.int64)
-        self._tail = round((1 << 16) * d ** WINDOWS[-1][1] / (1 - d))
+        self._weights, self._tail = discounted(discount)
         self._rate = self._passed = self.score[:-1]
         self._per_gain = self._tail
 

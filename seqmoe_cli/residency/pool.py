@@ -8,26 +8,65 @@ from typing import NamedTuple
 import torch
 
 from seqmoe_cli.errors import PoolError, UnsupportedError
-from seqmoe_cli.residency.policies import LOG2_1P, DecayedFrequency
-from seqmoe_kernels import Fault, Resolved, fetch, resolve, verify_slots
+from seqmoe_cli.residency.policies import (
+    EXP2,
+    LOG2_1P,
+    DecayedFrequency,
+    discounted,
+    uses_per_count,
+)
+from seqmoe_kernels import (
+    Ahead,
+    Fault,
+    Flights,
+    Prefetching,
+    Resolved,
+    fetch,
+    resolve,
+    verify_slots,
+)
 from seqmoe_kernels.formats import (
+    DROPPED,
     EMPTY,
     FAULT,
+    FETCHING,
     GAP_NS,
     HITS,
+    LANDED,
+    LATE,
     MISSES,
     NO_VICTIM,
+    PREFETCH_HITS,
+    PREFETCHES,
     STALL_NS,
     STEP_NS,
     PoolState,
 )
 from seqmoe_kernels.proof import MAX_VERIFIED_EXPERTS
+from seqmoe_kernels.prospects import Prospects
 from seqmoe_kernels.publish import VALUE_BITS
+
+MAX_WAVE = 256  # experts that one event takes
+_SHOWN = (  # the fields of PoolCounters
+    *(HITS, MISSES, STALL_NS, STEP_NS, GAP_NS),
+    *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED),
+)
+
+
+def make_prospects(num_experts: int, num_slots: int, device: torch.device) -> Prospects:
+    """For the policy `forecast`: nothing is known yet."""
+    weights, tail = discounted()
+    numbers = torch.tensor([*weights.tolist(), tail, uses_per_count()])
+    return Prospects.unknown(num_experts, num_slots, torch.from_numpy(EXP2), numbers, device)
 
 
 class PoolCounters(NamedTuple):
-    """Since the pool was made: lookups that found a slot, those that had to fetch, and by the
-    device's clock the nanoseconds of waiting for misses, of steps, and between steps.
+    """Since the pool was made: lookups that found a slot, those that did not, and by the device's
+    clock the nanoseconds of waiting for misses, of steps, and between steps.
+
+    Of the prefetches asked for, `prefetch_hits` are hits, `late` were waited for and `dropped` came
+    after the fetch of the same expert, both of which are misses. Records that have landed, be they
+    wanted or not, are `prefetched`.
 
     Differences are those of events that lie less than 39 hours apart.
     """
@@ -37,6 +76,16 @@ class PoolCounters(NamedTuple):
     stall_ns: int
     step_ns: int
     gap_ns: int
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    late: int = 0
+    dropped: int = 0
+    prefetched: int = 0
+
+    @property
+    def fetched(self) -> int:
+        """Records fetched: a miss that was waited for needed none."""
+        return self.misses - self.late
 
     def since(self, before: PoolCounters) -> PoolCounters:
         """What was counted after `before`."""
@@ -64,7 +113,8 @@ class ExpertPool:
 
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
     expert id. `policy` says who is the victim of a miss: the expert whose last use is longest ago
-    ("lru"), or with the smallest decayed count of uses ("decayed"); see `policies`. With `stamps`,
+    ("lru"), or with the smallest decayed count of uses ("decayed"; "forecast" too, as long as
+    nothing is foreseen); see `policies`. With `stamps`,
     every slot that is handed out is verified; else that costs nothing.
     """
 
@@ -86,30 +136,61 @@ class ExpertPool:
         self.records = records
         self.num_slots = num_slots
         self.stamps = stamps
+        self.flights: Flights | None = None
+        self._num_barred = 0  # slots that prefetches may keep from victims
         self.slots = torch.empty((num_slots, record_bytes), dtype=torch.uint8, device=device)
         self.state = PoolState.cold(num_experts, num_slots, device)
-        if policy == "decayed":
+        if policy != "lru":
             sums = torch.from_numpy(LOG2_1P).int().to(device)
             self.state = self.state._replace(log_sums=sums)
         self.policy = policy
         self._set_rule()
 
+    def land(self, flights: Flights, most_kept: int) -> None:
+        """From now on, every event takes note of what was prefetched first; `most_kept` slots at
+        the most are kept for that."""
+        self.flights, self._num_barred = flights, most_kept
+
+    @property
+    def largest_event(self) -> int:
+        """As many experts as one event may want."""
+        return self.num_slots - self._num_barred
+
     def require(self, flat_ids: torch.Tensor) -> torch.Tensor:
-        """Slots int32 [n] that hold the distinct experts `flat_ids` int32 [n], n <= num_slots.
+        """Slots int32 [n] that hold the distinct experts `flat_ids` int32 [n], at most as many as
+        `largest_event`.
 
         One event: none of the wanted experts is a victim of the others. Fetches what is missing;
         everything is queued in stream order, nothing is waited for.
         """
-        return self.fetch(flat_ids, resolve(flat_ids, self.state))
+        return self.fetch(flat_ids, resolve(flat_ids, self.state, self.flights))
 
-    def fetch(self, flat_ids: torch.Tensor, resolved: Resolved) -> torch.Tensor:
-        """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]."""
+    def fetch(
+        self, flat_ids: torch.Tensor, resolved: Resolved, ahead: Ahead | None = None
+    ) -> torch.Tensor:
+        """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]. What is
+        `ahead` may be asked for."""
         misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
-        fetch(self.records, self.slots, *misses, self.state.marks)
+        beside = None if self.flights is None else Prefetching(self.state, self.flights, ahead)
+        fetch(self.records, self.slots, *misses, self.state.marks, beside)
         if self.stamps:
             slots, counters = resolved.slots, self.state.counters
             verify_slots(flat_ids, slots, self.slots, self.stamps.offset, counters)
         return resolved.slots
+
+    def fill(self, ranking: torch.Tensor) -> None:
+        """Fetch the first experts of `ranking` (int32 [n], distinct), as many as there are slots;
+        the first of all is the last to leave. For a cold pool."""
+        chosen = ranking[: self.num_slots].flip(0)
+        for wave in torch.split(chosen, min(self.largest_event, MAX_WAVE)):
+            self.require(wave)
+        self.state.marks.zero_()  # no answer has waited for it
+
+    def demote(self, flat_ids: torch.Tensor) -> None:
+        """Let those of these experts that are resident be the next to leave (waits for the
+        device)."""
+        slots = self.state.slot_of[flat_ids.long()].long()
+        self.state.score[slots[slots >= 0]] = 0
 
     def is_resident(self, flat_ids: torch.Tensor) -> torch.Tensor:
         """bool [n]: whether each expert has a slot now."""
@@ -130,18 +211,25 @@ class ExpertPool:
                 "no token came of it; start again, and if it comes back, suspect the memory of "
                 "this machine",
             )
-        return PoolCounters(*(values[i] for i in (HITS, MISSES, STALL_NS, STEP_NS, GAP_NS)))
+        return PoolCounters(*(values[i] for i in _SHOWN))
+
+    def disown(self) -> None:
+        """Copies that are under way are for nobody from now on: a slot is empty once its copy has
+        landed. For events that do not take note of copies, and would fetch the same expert."""
+        self.state.owner.masked_fill_(self.state.state == FETCHING, -1)
 
     def reset(self) -> None:
-        """Make the pool cold: every slot EMPTY. Tags go on counting."""
-        self.state.slot_of.fill_(-1)
-        self.state.owner.fill_(-1)
-        self.state.state.fill_(EMPTY)
-        self.state.score.fill_(-1)
-        self.state.usage.zero_()
+        """Make the pool cold: every slot EMPTY, but for those that a copy is on its way to. Tags go
+        on counting."""
+        state = self.state
+        state.slot_of.fill_(-1)
+        state.owner.fill_(-1)  # so what lands belongs to nobody
+        state.state.masked_fill_(state.state != FETCHING, EMPTY)
+        state.score.fill_(-1)
+        state.usage.zero_()
         self._set_rule()
 
     def _set_rule(self) -> None:
-        if self.policy == "decayed":
+        if self.policy != "lru":
             policy = DecayedFrequency(len(self.records))
             self.state.rule.copy_(torch.tensor([policy.tick, policy.now]))

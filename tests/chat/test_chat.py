@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,10 @@ from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.tokenizer import Tokenizer
+from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
+from seqmoe_cli.forecast.stored import StoredPredictor
+from seqmoe_cli.residency.switch import COMPARE, SETTLE, TRY, StepCosts
+from seqmoe_cli.settings import EngineOptions, PoolSize
 from tests.chat.screen import Screen, terminal_console
 
 
@@ -276,3 +281,50 @@ def test_stats(talk: Talk) -> None:
     assert rows[""] == ["last", "all"]
     assert rows["answer"] == ["12", "tok", "24", "tok"]
     assert set(rows) >= {"prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch"}
+
+
+def test_prefetch_is_in_stats_and_settings(talk: Talk, endless: Path, session: Session) -> None:
+    """And the answer is the same as without."""
+    assert re.search(r"^prefetch +off *$", talk.run("/show"), re.M)
+    talk.ask("hi")
+    options = EngineOptions(PoolSize.parse("12slots"), ctx_size=256, prefetch="lookahead")
+    engine = Engine.open(endless, options)
+    ahead = Talk(engine, Session(session.template, session.tokenizer, 256))
+    ahead.ask("hi")
+    assert ahead.answers == talk.answers
+    rows = {line[:14].strip(): line[14:].split() for line in ahead.run("/stats").splitlines()}
+    assert rows["prefetched"][1::2] == ["MiB", "MiB"] and float(rows["prefetched"][0]) > 0
+    assert rows["in time"][0].isdecimal() and rows["without it"] == ["0", "tok"] * 2
+    assert re.search(r"^prefetch +lookahead *$", ahead.run("/show"), re.M)
+    assert engine.prefetch is not None
+    for _ in range(TRY + COMPARE + 2 * SETTLE):  # by then it is known not to pay
+        engine.prefetch.switch.observe(StepCosts(8, 0, 9, 1.0, 1.0))
+    ahead.ask("more")
+    rows = {line[:14].strip(): line[14:].split() for line in ahead.run("/stats").splitlines()}
+    assert 0 < int(rows["without it"][0]) == int(rows["without it"][2])
+    assert "lookahead, resting: it did not pay" in ahead.run("/show")
+    engine.prefetch.thread.died = "gone"
+    assert "lookahead, stopped" in ahead.run("/show")
+    engine.close()
+
+
+def test_trust_in_the_predictor_is_in_stats(
+    talk: Talk, endless: Path, session: Session, tmp_path: Path
+) -> None:
+    config = talk.chat.engine.config
+    sizes = (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
+    shape = PredictorShape(*sizes, config.vocab_size, token_rank=4, width=16)
+    StoredPredictor(Predictor(shape), {}).save(tmp_path / "predictor")
+    talk.ask("hi")
+    assert "trusted" not in talk.run("/stats")
+    options = EngineOptions(
+        PoolSize.parse("12slots"), ctx_size=256, policy="forecast", predictor=tmp_path / "predictor"
+    )
+    engine = Engine.open(endless, options)
+    foreseeing = Talk(engine, Session(session.template, session.tokenizer, 256))
+    foreseeing.ask("hi")
+    assert foreseeing.answers == talk.answers
+    line = foreseeing.run("/stats").splitlines()[-1]
+    shares = re.fullmatch(r"the predictor is trusted (.*)% for the steps 1/2/3-4/5-8 ahead", line)
+    assert shares and all(0 <= int(share) <= 100 for share in shares[1].split("%/"))
+    engine.close()

@@ -26,6 +26,18 @@ def test_live_line() -> None:
     assert hidden.startswith("thinking | ctx 1,204/8,192 | ")
 
 
+def test_prefetch_is_shown() -> None:
+    turn = TurnStats(prompt_tokens=9)
+    costs = StepStats("decode", 2, 90, 2, 10**7, 0.02, prefetched_bytes=3 * 2**20, prefetch_hits=5)
+    turn.add(Step(2, None, costs))
+    line = status.live_line(turn, 64, GIB, 200, prefetch="on")
+    assert line.endswith(" | fetch 657.3 MB/s | prefetch 2.5/tok in time | pool 1.0 GiB")
+    for word in ("resting", "stopped"):
+        line = status.live_line(turn, 64, GIB, 200, prefetch=word)
+        assert f" | prefetch {word} | pool" in line
+    assert status.turn_line(turn, False, 200).endswith(" | prefetch 5 in time, 3.0 MiB")
+
+
 def test_turn_line() -> None:
     assert status.turn_line(_turn(), True, 200) == (
         "304 tokens, 50.0 tok/s | prompt 58 tokens in 0.50 s | hit 97.7% (cold pool)"

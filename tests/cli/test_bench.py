@@ -142,8 +142,7 @@ def test_prompt_file(packed: Packed, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["prompt_source"] == str(text)
     assert main([*argv, str(num_tokens + 1)]) == 1
     out, err = capsys.readouterr()
-    assert out == ""
-    assert str(text) in err and f"has {num_tokens}" in err and "--prompt-file" in err
+    assert not out and str(text) in err and f"has {num_tokens}" in err and "--prompt-file" in err
 
 
 @pytest.mark.parametrize(
@@ -282,6 +281,16 @@ def test_replayed_misses_are_those_of_the_simulator(
         assert (row["trace"], row["n_expert_used"]) == (str(recorded), 3)
         assert row["share_of_full_load"] == row["avg_ts"] / found[0]["avg_ts"]
         assert row["pool_share"] == row["num_slots"] / 96
+
+
+def test_prefetch_beside_none(recorded: Path, shaped: Callable[..., list[dict[str, Any]]]) -> None:
+    """Simulated look-ahead for a trace: the rows say so; a pool of all experts has none."""
+    found = shaped("--trace", str(recorded), "-r1", "--pool=45%,all", "--prefetch=off,lookahead")
+    kinds = [(r["pool"], r["prefetch"], r["look_ahead"]) for r in found]
+    assert kinds == [("all", "off", ""), ("45%", "off", ""), ("45%", "lookahead", "simulated")]
+    assert found[1]["bytes_prefetched"] == 0 and found[1]["look_ahead_recall"] is None
+    assert found[2]["bytes_prefetched"] > 0 and 0 <= found[2]["prefetch_rested"] < 1
+    assert len(found[2]["look_ahead_precision"]) == 4 and found[2]["look_ahead_recall"][0] > 0.5
 
 
 def test_the_first_use_of_an_expert_misses_wherever_it_lies(

@@ -227,3 +227,18 @@ def test_one_shot_on_a_terminal(endless: Path) -> None:
         assert b"prompt " in program.output
     finally:
         program.close()
+
+
+def test_a_pool_begins_with_what_earlier_answers_used(chat: Runner, seqmoe_home: Path) -> None:
+    """The text is the same; --no-profile neither reads nor writes one."""
+    flags = ("-p", "hello", "-n", "12", "--seed", "1", "--pool", "12slots", "--json")
+    cold = json.loads(chat(*flags, "--no-profile"))
+    assert not (seqmoe_home / "profiles").exists() and not cold["warm_start"]
+    first = json.loads(chat(*flags))
+    assert not first["warm_start"] and first["misses"] == cold["misses"]
+    (file,) = (seqmoe_home / "profiles").iterdir()
+    warm = json.loads(chat(*flags))
+    assert warm["warm_start"] and warm["misses"] < cold["misses"]
+    assert warm["text"] == first["text"] == cold["text"]
+    file.write_bytes(b"damaged")
+    assert not json.loads(chat(*flags))["warm_start"]

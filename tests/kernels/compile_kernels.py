@@ -18,19 +18,28 @@ from seqmoe_kernels import fp8, pdl
 from seqmoe_kernels.attention_step import attention_step_triton
 from seqmoe_kernels.choice import RecordedIds, Routing, choose_triton
 from seqmoe_kernels.expert_mlp import expert_mlp_triton
-from seqmoe_kernels.formats import ExpertFormat, PoolState
+from seqmoe_kernels.formats import ExpertFormat, Flights, PoolState
 from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gemv import Matrix, linears_triton, normed_linear_triton
+from seqmoe_kernels.gemv import Matrix, linears_triton
+from seqmoe_kernels.gru import GruWeights, gru_step_triton
+from seqmoe_kernels.hints import Expectation, note_hints_triton
+from seqmoe_kernels.judging import judge_forecasts_triton
+from seqmoe_kernels.lookahead import Ahead
 from seqmoe_kernels.lookup import Resolved, resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import Norm, rms_norm_triton
+from seqmoe_kernels.normed import normed_linear_triton
+from seqmoe_kernels.outlook import ExpertHeads, UseHistory, expected_uses_triton
 from seqmoe_kernels.proof import verify_slots_triton
+from seqmoe_kernels.prospects import Prospects, update_prospects_triton
 from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
 from seqmoe_kernels.rope import Rotation, rotary_triton
 from seqmoe_kernels.router import route_triton
+from seqmoe_kernels.row_sums import HiddenInput, TokenInput, sum_rows_triton
 from seqmoe_kernels.sampling_kernels import sample_triton
 from seqmoe_kernels.sampling_state import NUM_SETTINGS, SamplingState
-from seqmoe_kernels.transfer import fetch_triton
+from seqmoe_kernels.transfer import Prefetching, fetch_triton
+from seqmoe_kernels.windows import window_vectors_triton
 
 HIDDEN, INTER, TOP_K, VOCAB = 2048, 768, 8, 151936
 
@@ -87,6 +96,7 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     linears_triton(x, [matrix] * 3, norm)
     linears_triton(x, [matrix], None, real(1, 4096))
     normed_linear_triton(x, norm, matrix)
+    normed_linear_triton(x, norm, matrix, matrix)
     fmt = expert_format(weight_dtype)
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
     resolved = Resolved(tensor(TOP_K), tensor(TOP_K), tensor(TOP_K), tensor(1))
@@ -110,6 +120,26 @@ def call_residency_kernels() -> None:
     publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
     fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
+    flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)
+    resolve_triton(tensor(TOP_K), pool, flights)
+    chosen = choose_triton(logits, 0, routing, pool, recorded, flights)
+    ahead = Ahead(tensor(1, 512, dtype=torch.bfloat16), 5, 128, TOP_K, chosen)
+    named = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
+    expected = tensor(3, 6144, dtype=torch.float32)
+    for step in (None, pool.clock):
+        note_hints_triton(Expectation(expected, step), pool, flights)
+    ways = (ahead, ahead._replace(recorded=named), ahead._replace(hinted=True))
+    for asking in (None, *ways):
+        misses = chosen.resolved[1:]
+        fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights, asking))
+    numbers = tensor(6, dtype=torch.int64)
+    prospects = Prospects.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
+    used = tensor(48 * TOP_K)
+    chosen = choose_triton(logits, 3, routing, pool, None, flights, prospects, used)
+    asking = ahead._replace(chosen=chosen, prospects=prospects)
+    misses = chosen.resolved[1:]
+    fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights, asking))
+    choose_triton(logits, 3, routing, pool, None, None, prospects, used)
     verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 
 
@@ -118,6 +148,37 @@ def call_sampling_kernels() -> None:
     stream, seen = tensor(2, dtype=torch.int64), tensor(VOCAB, dtype=torch.bool)
     logits = tensor(VOCAB, dtype=torch.float32)
     sample_triton(logits, SamplingState(settings, stream, counts, seen))
+
+
+def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
+    def real(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=dtype)
+
+    def f32(*shape: int) -> torch.Tensor:
+        return tensor(*shape, dtype=torch.float32)
+
+    width, layers, num_flat, rank = 768, 48, 6144, 64
+    used, token, ids = tensor(layers * TOP_K), tensor(1, dtype=torch.int64), real(VOCAB, rank)
+    hidden = HiddenInput(real(32), real(32), 1e-5, real(width, 32)) if with_hidden else None
+    token_in, token_out = (TokenInput(ids, real(n, rank)) for n in (width, 4 * num_flat))
+    x = sum_rows_triton(real(num_flat, width), used, token, token_in, f32(32), hidden)
+    norm, states = Norm(real(width), 1e-5), f32(2, 2, width)
+    matrices = real(3 * width, width), real(3 * width, width)
+    weights = GruWeights(*matrices, real(3 * width), real(3 * width))
+    gru_step_triton(x, norm, weights, states[0, 0], states[1, 0])
+    vectors = window_vectors_triton(x, norm, real(4 * width, width), real(4 * width))
+    rates = f32(4, num_flat), f32(3, 4, layers), f32(3), f32(4)
+    heads, history = (
+        ExpertHeads(real(num_flat, width), *rates),
+        UseHistory(f32(3, num_flat), states),
+    )
+    expected = f32(4, num_flat)
+    expected_uses_triton(vectors, heads, used, token, token_out, history, expected)
+    pool = PoolState.cold(num_flat, 1024, torch.device("meta"))
+    numbers = tensor(6, dtype=torch.int64)
+    prospects = Prospects.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))
+    judge_forecasts_triton(used, TOP_K, prospects)
+    update_prospects_triton(expected, pool, prospects)
 
 
 def main(arch: int) -> None:
@@ -141,6 +202,8 @@ def main(arch: int) -> None:
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)
     call_decode_kernels(torch.float32, torch.bfloat16)
     call_sampling_kernels()
+    call_predictor_kernels(torch.bfloat16, False)
+    call_predictor_kernels(torch.float32, True)
     print("\n".join(names))
 
 

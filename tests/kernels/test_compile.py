@@ -22,16 +22,23 @@ KERNELS = {
     "_fetch_kernel",
     "_gate_up_kernel",
     "_gemv_kernel",
+    "_gru_kernel",
+    "_hints_kernel",
+    "_judge_kernel",
+    "_mix_kernel",
+    "_outlook_kernel",
     "_penalty_kernel",
     "_publish_kernel",
     "_resolve_kernel",
     "_rms_norm_kernel",
     "_rotary_kernel",
     "_route_kernel",
+    "_row_sum_kernel",
     "_top_k_kernel",
     "_top_p_kernel",
     "_verify_kernel",
     "_weigh_kernel",
+    "_window_kernel",
 }
 
 

@@ -7,9 +7,15 @@ import torch
 
 from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_mlp, expert_pairs
 from seqmoe_kernels.choice import choose_triton
-from seqmoe_kernels.expert_mlp import expert_mlp_reference, expert_mlp_triton
+from seqmoe_kernels.expert_mlp import (
+    down_triton,
+    expert_mlp_reference,
+    expert_mlp_triton,
+    gate_up_triton,
+)
 from seqmoe_kernels.fp8 import dequantize_reference, num_blocks
 from seqmoe_kernels.lookup import resolve_triton
+from seqmoe_kernels.tiling import RowTiling
 from seqmoe_kernels.transfer import fetch_triton
 
 FP8 = torch.float8_e4m3fn
@@ -172,6 +178,55 @@ def test_bits_of_one_token_do_not_depend_on_the_slots(
     assert torch.equal(expected, bits(slots.flip(0), 3, 0))
     moved = torch.cat((slots[4:], slots[1:2], slots[:1]))
     assert torch.equal(expected, bits(moved, 1, 0))
+
+
+@pytest.mark.parametrize("tiling", [RowTiling(8, 1, 2), RowTiling(32, 2, 4)])
+@pytest.mark.parametrize("weight_dtype", [FP8, torch.bfloat16])
+def test_the_tiling_changes_rounding_at_most(
+    device: torch.device, gen: torch.Generator, weight_dtype: torch.dtype, tiling: RowTiling
+) -> None:
+    fmt = expert_format(544, 272, weight_dtype)
+    slots, weights = random_slots(gen, fmt, 2)
+    h = torch.randn((1, 544), generator=gen).bfloat16()
+    at = found(torch.tensor([1, 0], dtype=torch.int32), device)
+    act = gate_up_triton(h.to(device), slots.to(device), at, fmt, tiling)
+    limit = tolerance(torch.bfloat16, device)
+    for k, slot in enumerate((1, 0)):
+        gate, up = (weights[slot][part].double() @ h[0].double() for part in (0, 1))
+        expected = gate * torch.sigmoid(gate) * up
+        assert (act[k].cpu().double() - expected).norm() <= limit * expected.norm()
+    shares = torch.tensor([0.7, 0.3])
+    nothing = torch.zeros((1, 544), dtype=torch.bfloat16, device=device)
+    down = tiling._replace(rows=max(tiling.rows, 2 * tiling.num_warps))
+    args = (act, slots.to(device), at.slots, shares.to(device), nothing, fmt, down)
+    mixed = sum(
+        share * act[k].cpu().double() @ weights[slot][2].double()
+        for k, (slot, share) in enumerate(zip((1, 0), shares.double(), strict=True))
+    )
+    assert isinstance(mixed, torch.Tensor)
+    assert (down_triton(*args)[0].cpu().double() - mixed).norm() <= limit * mixed.norm()
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_token_of_a_size_that_no_f16_has(
+    device: torch.device, gen: torch.Generator, dtype: torch.dtype, size: float
+) -> None:
+    """Where products with FP8 weights are of f16, no activation may be too small or too large."""
+    fmt = expert_format(288, 80, FP8)
+    slots, _ = random_slots(gen, fmt, 1)
+    h = torch.randn((1, 288), generator=gen).to(dtype)
+    slots[:, fmt.gate : fmt.gate + 288 * 80] = 0x38  # ones
+    nothing = torch.zeros_like(h)
+    at, share = found(torch.zeros(1, dtype=torch.int32), device), torch.ones(1, device=device)
+    moved = [t.to(device) for t in (nothing, (h * size), slots)]
+    got = expert_mlp_triton(*moved, at, share, fmt)
+    expected = expert_mlp_reference(
+        nothing, h * size, slots, found(at.slots.cpu(), torch.device("cpu")), share.cpu(), fmt
+    )
+    assert expected.abs().max() > 0
+    error = (got.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert error <= 2 * tolerance(dtype, device)
 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)

@@ -11,8 +11,8 @@ from seqmoe_kernels.gemv import (
     linear_reference,
     linears_reference,
     linears_triton,
-    normed_linear_triton,
 )
+from seqmoe_kernels.normed import normed_linear_triton
 from seqmoe_kernels.tiling import Tiling
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272)]
@@ -248,3 +248,22 @@ def test_linears_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
         linears(x, matrices, norm), linears_reference(x, matrices, norm), strict=True
     ):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_more_rows_behind_a_product_leave_its_bits_alone(
+    device: torch.device, gen: torch.Generator, tokens: int, dtype: torch.dtype
+) -> None:
+    x = torch.randn((tokens, 208), generator=gen).to(device, dtype)
+    norm = Norm((torch.rand(208, generator=gen) + 0.5).to(device, dtype), 1e-6)
+    matrix, more = random_matrices(gen, 208, [40, 120], dtype, False, False)
+    matrix, more = on(device, matrix), on(device, more)
+    h, both = normed_linear_triton(x, norm, matrix, more)
+    for part, alone in ((both[:, :40], matrix), (both[:, 40:], more)):
+        expected_h, expected = normed_linear_triton(x, norm, alone)
+        assert torch.equal(h, expected_h)
+        if alone is matrix:
+            assert torch.equal(part, expected)
+        else:
+            torch.testing.assert_close(part, expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqmoe_kernels import ENTRY_WORDS, PoolState, begin_step, publish, read_entry
-from seqmoe_kernels.formats import GAP_NS, STALL_NS, STEP_BEGAN, STEP_ENDED, STEP_NS
+from seqmoe_kernels.formats import GAP_NS, NUM_COUNTERS, STALL_NS, STEP_BEGAN, STEP_ENDED, STEP_NS
 from seqmoe_kernels.publish import VALUE_BITS, begin_step_triton, publish_triton
 
 SIZE = 4
@@ -33,7 +33,7 @@ def test_entries_arrive_in_their_places(device: torch.device, first: int) -> Non
         pool = PoolState.cold(1, 1, where)
         for i in range(first, first + 9):
             assert read_entry(ring, i) is None
-            values = [i, 2**40 + i, 0, 3, 4, 5, 6]
+            values = [i, 2**40 + i, 0, *range(3, NUM_COUNTERS)]
             pool.counters.copy_(int64(*values))
             run(int64(i % 150_000, device=where), pool, ring, number)
             if where.type == "cuda":

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmoe_cli.engine.engine import expert_format
-from seqmoe_cli.residency.experts import PooledExperts
+from seqmoe_cli.engine.record_format import expert_format
+from seqmoe_cli.residency.experts import SEED_TOKENS, PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_kernels import Routing, route
 from seqmoe_weights.layout import RecordLayout
@@ -64,3 +64,19 @@ def test_waves_add_up(num_tokens: int) -> None:
         outs.append(experts(1, x, h, logits))
     torch.testing.assert_close(outs[0], expected, atol=1e-5, rtol=1e-5)
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_a_long_prompt_leaves_the_pool_to_those_before_and_its_last_tokens() -> None:
+    """It wants all experts of both layers; there are eight slots."""
+    layout = RecordLayout.for_experts(HIDDEN, INTER, "F32")
+    pool = ExpertPool(8, make_records(layout), CPU)
+    experts = PooledExperts(pool, expert_format(layout), Routing(EXPERTS, 1, True))
+    before = torch.tensor([3, 4, 11], dtype=torch.int32)
+    pool.require(before)
+    chosen = torch.tensor([*range(EXPERTS), *[6] * SEED_TOKENS])
+    logits = F.one_hot(chosen, EXPERTS).float() * 9
+    x, h = torch.randn(2, len(chosen), HIDDEN)
+    for layer in range(LAYERS):
+        experts(layer, x, h, logits)
+    last = torch.tensor([6, EXPERTS + 6])
+    assert pool.is_resident(before).all() and pool.is_resident(last).all()

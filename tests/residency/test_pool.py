@@ -71,3 +71,23 @@ def test_a_slot_that_is_being_filled_is_no_victim() -> None:
         pool.require(torch.tensor([expert], dtype=torch.int32))
     assert pool.state.owner[slot] == 1
     assert pool.slots[slot, 0] == 1
+
+
+def test_a_ranking_fills_the_pool_and_its_first_leave_last() -> None:
+    pool = ExpertPool(4, RECORDS, CPU)
+    pool.fill(torch.tensor([7, 3, 9, 1, 5], dtype=torch.int32))
+    for expert, gone in ((0, 1), (2, 9), (4, 3)):
+        assert pool.is_resident(torch.tensor([gone])).all()
+        pool.require(torch.tensor([expert], dtype=torch.int32))
+        # one event has filled it: equals leave in the order of their slots
+        assert not pool.is_resident(torch.tensor([gone])).any()
+    assert pool.is_resident(torch.tensor([7])).all()
+
+
+def test_demoted_experts_are_the_next_victims() -> None:
+    pool = ExpertPool(3, RECORDS, CPU)
+    for expert in (0, 1, 2):
+        pool.require(torch.tensor([expert], dtype=torch.int32))
+    pool.demote(torch.tensor([2, 8]))
+    pool.require(torch.tensor([5], dtype=torch.int32))
+    assert pool.is_resident(torch.tensor([0, 1, 2, 5])).tolist() == [True, True, False, True]

@@ -1,0 +1,110 @@
+"""Look-ahead: the routers of the next layers on the present state name experts, and what a layer
+would have missed without prefetch judges what was named for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.choice import Chosen, RecordedIds
+from seqmoe_kernels.formats import Flights
+from seqmoe_kernels.prospects import Prospects
+from seqmoe_kernels.router import route_reference, sort_key
+
+
+class Ahead(NamedTuple):
+    """What `fetch` needs to ask for prefetches behind `layer`, whose experts are `chosen`.
+
+    `logits` [1, d * E]: the routers of the d next layers. `num_names` of each are looked at. With
+    `recorded` (`ids` int32 [steps, L, D, n], -1 for none) those are the names instead. `hinted`:
+    experts that `note_hints` has noted for the layers beyond may be asked for too.
+    """
+
+    logits: torch.Tensor
+    layer: int
+    num_experts: int
+    num_names: int
+    chosen: Chosen
+    recorded: RecordedIds | None = None
+    hinted: bool = False
+    prospects: Prospects | None = None  # by which victims are chosen
+
+
+def judge_reference(ahead: Ahead, flights: Flights) -> None:
+    wanted = ahead.chosen.wanted[flights.absent > 0].tolist()
+    for d in range(min(flights.names.shape[1], ahead.layer)):
+        names = [name for name in flights.names[ahead.layer, d].tolist() if name >= 0]
+        right = len(set(names) & set(wanted))
+        flights.accuracy[d] += torch.tensor([len(wanted), len(names), right])
+    flights.names[ahead.layer].fill_(-1)
+
+
+def named_reference(ahead: Ahead, flights: Flights) -> list[list[int]]:
+    """For each layer that is seen, the flat ids named, the likeliest first."""
+    num_layers, distances, _ = flights.names.shape
+    seen = min(distances, num_layers - 1 - ahead.layer)
+    if ahead.recorded is not None:
+        ids, step = ahead.recorded
+        rows = ids[int(step) % len(ids), ahead.layer, :seen, : ahead.num_names]
+    else:
+        logits = ahead.logits.view(-1, ahead.num_experts)[:seen]
+        rows = route_reference(logits, ahead.num_names, False)[0]
+    return [
+        [e + (ahead.layer + d) * ahead.num_experts if e >= 0 else -1 for e in row]
+        for d, row in enumerate(rows.tolist(), 1)
+    ]
+
+
+@triton.jit
+def named_experts(
+    logits, ids, step, num_steps, layer, seen, E: tl.constexpr, NAMES: tl.constexpr,
+    BLOCK_E: tl.constexpr, DISTANCES: tl.constexpr, BLOCK_N: tl.constexpr, RECORDED: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+):  # fmt: skip
+    """Flat ids [DISTANCES * BLOCK_N] of what is named, -1 for nothing."""
+    d = tl.arange(0, DISTANCES)
+    rank = tl.arange(0, BLOCK_N)
+    inside = (d < seen)[:, None] & (rank < NAMES)[None, :]
+    if RECORDED:
+        row = (tl.load(step) % num_steps * NUM_LAYERS + layer) * DISTANCES + d
+        names = tl.load(ids + row[:, None] * NAMES + rank[None, :], mask=inside, other=-1)
+    else:
+        expert = tl.arange(0, BLOCK_E)[None, :]
+        valid = (d < seen)[:, None] & (expert < E)
+        logit = tl.load(logits + d[:, None] * E + expert, mask=valid, other=0.0).to(tl.float32)
+        lowest: tl.constexpr = -(2**63)
+        key = tl.where(valid, sort_key(logit, expert, E), lowest)
+        names = tl.full((DISTANCES, BLOCK_N), -1, tl.int32)
+        for k in tl.static_range(NAMES):
+            best = E - 1 - (tl.max(key, 1) & 0x7FFFFFFF).to(tl.int32)
+            names = tl.where((rank == k)[None, :], best[:, None], names)
+            key = tl.where(expert == best[:, None], lowest, key)
+    flat = tl.where(inside & (names >= 0), names + ((layer + 1 + d) * E)[:, None], -1)
+    return tl.reshape(flat, (DISTANCES * BLOCK_N,))
+
+
+@triton.jit
+def judge_names(
+    wanted, flights, layer, K: tl.constexpr, BLOCK_K: tl.constexpr, DISTANCES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compare what was named for this layer with what it wanted and would have missed."""
+    k, d = tl.arange(0, BLOCK_K), tl.arange(0, DISTANCES)
+    absent = tl.load(flights.absent + k, mask=k < K, other=0) > 0
+    chosen = tl.load(wanted + k, mask=k < K, other=-2)
+    at = layer * DISTANCES * BLOCK_N + tl.arange(0, DISTANCES * BLOCK_N)
+    name = tl.load(flights.names + at)
+    right = tl.max((absent[None, :] & (name[:, None] == chosen[None, :])).to(tl.int64), 1)
+    num_right = tl.sum(tl.reshape(right, (DISTANCES, BLOCK_N)), 1)
+    num_named = tl.sum(tl.reshape((name >= 0).to(tl.int64), (DISTANCES, BLOCK_N)), 1)
+    num_missing = tl.sum(absent.to(tl.int64), 0) * (d < layer)
+    missing = tl.load(flights.accuracy + d * 3)
+    named, hit = tl.load(flights.accuracy + d * 3 + 1), tl.load(flights.accuracy + d * 3 + 2)
+    tl.debug_barrier()
+    tl.store(flights.accuracy + d * 3, missing + num_missing)
+    tl.store(flights.accuracy + d * 3 + 1, named + num_named)
+    tl.store(flights.accuracy + d * 3 + 2, hit + num_right)
+    tl.store(flights.names + at, tl.full((DISTANCES * BLOCK_N,), -1, tl.int32))

@@ -1,0 +1,41 @@
+"""Who may leave the pool, and who first: the scores by which victims are chosen."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.formats import EMPTY, FETCHING, PoolState
+from seqmoe_kernels.prospects import Prospects
+
+NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
+
+_NEVER, _EMPTY, _FETCHING = map(tl.constexpr, (NEVER, EMPTY, FETCHING))
+
+
+def victim_scores_reference(
+    pool: PoolState, prospects: Prospects | None, first_to_come: int
+) -> torch.Tensor:
+    score = pool.score
+    if prospects is not None:
+        passed = pool.owner < first_to_come
+        score = torch.where(passed, prospects.slot_passed, prospects.slot_coming)
+    score = score.masked_fill(pool.state == EMPTY, -1)
+    return score.masked_fill(pool.state == FETCHING, NEVER)
+
+
+@triton.jit
+def victim_scores(pool, prospects, first_to_come, num_slots, slot):
+    """The score by which each slot may become a victim; `_NEVER` if it must not. With `prospects`
+    that is what its expert is worth, the layers before the id `first_to_come` being passed."""
+    inside = slot < num_slots
+    score = tl.load(pool.score + slot, mask=inside, other=_NEVER)
+    state = tl.load(pool.state + slot, mask=inside, other=_FETCHING)
+    if prospects is not None:
+        owner = tl.load(pool.owner + slot, mask=inside, other=0)
+        passed = tl.load(prospects.slot_passed + slot, mask=inside, other=0)
+        coming = tl.load(prospects.slot_coming + slot, mask=inside, other=0)
+        worth = tl.where(owner < first_to_come, passed, coming)
+        score = tl.where(score == _NEVER, _NEVER, worth)
+    return tl.where(state == _EMPTY, -1, tl.where(state == _FETCHING, _NEVER, score))

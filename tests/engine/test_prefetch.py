@@ -1,0 +1,295 @@
+"""Prefetch changes no bit: not when it is late, refused, out of order, dead or wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqmoe_cli.engine.engine import Engine
+from seqmoe_cli.engine.stats import TurnStats
+from seqmoe_cli.residency import prefetch as prefetch_module
+from seqmoe_cli.residency.prefetcher import DmaCopier, HostCopier
+from seqmoe_cli.residency.replayed import ReplayedRouting
+from seqmoe_cli.residency.switch import KillSwitch, StepCosts
+from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_kernels import Request
+from seqmoe_kernels.formats import LAYER_NS, PATIENCE_NS, READY
+from tests.checkpoints import packed_model
+
+SAMPLING = SamplingParams(temperature=1.0, seed=5)
+PROMPT = [i * 7 % 200 for i in range(60)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPE = {"num_hidden_layers": 6, "num_experts": 12}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_model(tmp_path_factory.mktemp("prefetch") / "model", "qwen3_moe", **SHAPE)
+
+
+def open_engine(
+    packed: Path, device: str, pool: str = "30%", prefetch: str = "lookahead", **more: object
+) -> Engine:
+    options = EngineOptions(
+        PoolSize.parse(pool), device, "float32", 400, verify=True, prefetch=prefetch
+    )
+    engine = Engine.open(packed, options, eager=bool(more.get("eager")))
+    if engine.prefetch is not None:
+        engine.prefetch.switch = Always(0.0)
+    return engine
+
+
+class Always(KillSwitch):
+    """Prefetch is on, whether it pays or not."""
+
+    def observe(self, step: StepCosts) -> bool:
+        return True
+
+
+def say(engine: Engine, length: int = 25) -> tuple[list[int | None], TurnStats]:
+    """Two turns of one conversation, the pool's state as it is."""
+    engine.reset_kv()
+    stats, tokens = TurnStats(), list[int | None]()
+    for prompt in (PROMPT, [*PROMPT, 5, 6, 7]):
+        for step in engine.generate(prompt, SAMPLING, max_tokens=length):
+            tokens.append(step.token_id)
+            stats.add(step)
+    return tokens, stats
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(packed: Path, device: str) -> list[int | None]:
+    engine = open_engine(packed, device, prefetch="off")
+    tokens, stats = say(engine)
+    assert stats.prefetched_bytes == 0 and engine.prefetch is None
+    engine.close()
+    return tokens
+
+
+class Troubled:
+    """A copier on whose behalf things go wrong."""
+
+    trouble: Callable[[Troubled, Request], bool]  # whether it took care of the request itself
+
+    def __init__(self, *parts: object) -> None:
+        records = parts[0]
+        assert isinstance(records, torch.Tensor)
+        kind = DmaCopier if parts[1].is_cuda else HostCopier  # type: ignore[attr-defined]
+        self.real = kind(*parts)  # type: ignore[arg-type]
+        self.luck = random.Random(3)
+        self.held: list[Request] = []
+        self.started = 0
+
+    def begin(self) -> None:
+        self.real.begin()
+
+    def start(self, request: Request, refuse: bool) -> None:
+        self.started += 1
+        if not self.trouble(request):
+            self.real.start(request, refuse)
+
+    def num_under_way(self) -> int:
+        return self.real.num_under_way()
+
+
+def late(copier: Troubled, request: Request) -> bool:
+    time.sleep(copier.luck.choice((0, 0.001, 0.02)))
+    return False
+
+
+def swapped(copier: Troubled, request: Request) -> bool:
+    """Every second request waits for the one after it, whose slot is another."""
+    copier.held.append(request)
+    if len(copier.held) == 2:
+        for held in reversed(copier.held):
+            copier.real.start(held, False)
+        copier.held.clear()
+    return True
+
+
+def lost(copier: Troubled, request: Request) -> bool:
+    """Some copies never arrive, some arrive with an old tag, some are refused."""
+    kind = copier.luck.randrange(6)
+    if kind == 1:
+        copier.real.start(request._replace(tag=request.tag - 1), False)
+    if kind == 2:
+        copier.real.start(request, True)
+    return kind < 3
+
+
+def deadly(copier: Troubled, request: Request) -> bool:
+    if copier.started > 5:
+        raise OSError("no more")
+    return False
+
+
+@pytest.mark.parametrize("trouble", [None, late, swapped, lost, deadly])
+@pytest.mark.parametrize("patience_s", [0.0, 0.01])
+def test_the_same_tokens_whatever_the_thread_does(
+    packed: Path,
+    device: str,
+    plain: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[Troubled, Request], bool] | None,
+    patience_s: float,
+) -> None:
+    if trouble is not None:
+        kind = type("Copier", (Troubled,), {"trouble": trouble})
+        monkeypatch.setattr(prefetch_module, "HostCopier", kind)
+        monkeypatch.setattr(prefetch_module, "DmaCopier", kind)
+    engine = open_engine(packed, device)
+    assert engine.prefetch is not None
+    engine.prefetch.flights.rules[PATIENCE_NS] = int(patience_s * 1e9)
+    for _ in range(2):
+        tokens, stats = say(engine)
+        assert tokens == plain
+        assert stats.prefetched_bytes > 0 or trouble in (late, lost, deadly)
+    assert bool(engine.fallbacks) == (trouble is deadly)
+    if trouble is deadly:
+        assert "prefetch has stopped (OSError: no more)" in engine.fallbacks[0]
+        assert engine.pool.flights is None and engine.prefetch.status == "stopped"
+    engine.close()
+
+
+def test_wrong_names_cost_bytes_and_nothing_else(
+    packed: Path, device: str, plain: list[int | None]
+) -> None:
+    """Random experts are named; the router goes on choosing."""
+    engine = open_engine(packed, device)
+    assert engine.prefetch is not None
+    named = torch.rand(7, 6, 4, 12, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
+    engine.prefetch.predicted = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, named).named
+    tokens, stats = say(engine)
+    assert tokens == plain and stats.prefetched_bytes > 0
+    engine.close()
+
+
+def test_wrong_expectations_cost_bytes_and_nothing_else(
+    packed: Path, device: str, plain: list[int | None]
+) -> None:
+    """Look-ahead sees nothing, so that all copies come from a forecast, which is random."""
+    engine = open_engine(packed, device)
+    assert engine.prefetch is not None
+    nobody, expected = torch.full((7, 6, 4, 2), -1), torch.rand(7, 6 * 12)
+    routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, nobody, expected)
+    engine.prefetch.predicted, engine.prefetch.expectation = routing.named, routing.expectation
+    tokens, stats = say(engine)
+    assert tokens == plain and stats.prefetched_bytes > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("pool", ["6slots", "9slots", "45%", "all"])
+def test_the_same_logits_at_every_pool_size(packed: Path, device: str, pool: str) -> None:
+    ids = [i * 11 % 300 for i in range(300)]
+    found = []
+    for prefetch in ("off", "lookahead"):
+        engine = open_engine(packed, device, pool, prefetch)
+        tokens, _ = say(engine)
+        engine.reset_pool()
+        found.append((tokens, engine.log_likelihoods(ids), say(engine)[0]))
+        engine.close()
+    assert found[0][0] == found[1][0] == found[0][2] == found[1][2]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_prefetch_turns_misses_into_hits(packed: Path, device: str) -> None:
+    """With a thread that has all the time it needs: waited for, every copy is a hit or late."""
+    counts = []
+    for prefetch in ("off", "lookahead"):
+        engine = open_engine(packed, device, "35%", prefetch)
+        if engine.prefetch is not None:
+            engine.prefetch.flights.rules[PATIENCE_NS] = 10**9
+        _, stats = say(engine)
+        counts.append(stats)
+        if engine.prefetch is not None:
+            accuracy = engine.prefetch.accuracy()
+        engine.close()
+    off, on = counts
+    assert on.prefetch_hits + on.decode.prefetches_late > 0
+    assert on.decode.fetched_bytes < off.decode.fetched_bytes
+    assert on.decode.prefetches_dropped == 0
+    for missing, named, right in accuracy:
+        assert 0 < right <= min(missing, named)
+
+
+def test_a_pool_too_small_for_prefetch_says_so(packed: Path, device: str) -> None:
+    engine = open_engine(packed, device, "5slots")
+    assert engine.prefetch is None
+    why = "--prefetch lookahead needs a pool of 6 slots, not 5: prefetch is off"
+    assert engine.fallbacks == [why]
+    engine.close()
+    engine = open_engine(packed, device, "all")
+    assert engine.prefetch is None and engine.fallbacks == []
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_other_families_look_ahead_too(tmp_path: Path, device: str, family: str) -> None:
+    packed = packed_model(tmp_path / "model", family, **SHAPE)
+    texts = []
+    for prefetch in ("off", "lookahead"):
+        engine = open_engine(packed, device, prefetch=prefetch)
+        texts.append(say(engine)[0])
+        if engine.prefetch is not None:
+            assert engine.prefetch.accuracy()[0][2] > 0
+        engine.close()
+    assert texts[0] == texts[1]
+
+
+def test_the_time_of_a_layer_is_learned(packed: Path, device: str) -> None:
+    engine = open_engine(packed, device)
+    assert engine.prefetch is not None
+    before = int(engine.prefetch.flights.rules[LAYER_NS])
+    _, stats = say(engine)
+    learned = int(engine.prefetch.flights.rules[LAYER_NS])
+    assert 0 < learned < before
+    assert learned * 6 * stats.decode.num_tokens < 5e9 * stats.decode.step_s
+    engine.close()
+
+
+def test_the_same_tokens_with_prefetch_now_and_then(
+    packed: Path, device: str, plain: list[int | None]
+) -> None:
+    """Off in the middle of answers and on again, with copies under way: nothing is asked for while
+    it is off, and what has landed meanwhile is taken note of."""
+    engine = open_engine(packed, device)
+    prefetch = engine.prefetch
+    assert prefetch is not None
+    prefetch.switch = Alternating(0.0)
+    asked = []
+    for _ in range(3):
+        tokens, stats = say(engine)
+        assert tokens == plain
+        assert 0 < stats.decode.rested_tokens < stats.decode.num_tokens
+        asked.append(engine.pool.counters().prefetches)
+        state = engine.pool.state
+        ready = (state.state == READY).nonzero().flatten()
+        assert torch.equal(state.slot_of[state.owner[ready].long()].long(), ready)
+    assert 0 < asked[0] < asked[1] < asked[2]
+    prefetch.switch.is_on = prefetch.switch.rests = False
+    prefetch.switch._left = 10**6
+    say(engine)
+    before = engine.pool.counters().prefetches
+    assert say(engine)[0] == plain and engine.pool.counters().prefetches == before
+    assert prefetch.status == "on" and engine.fallbacks == []
+    engine.close()
+
+
+class Alternating(KillSwitch):
+    """Changes its mind every five steps."""
+
+    def observe(self, step: StepCosts) -> bool:
+        self._left -= 1
+        if self._left % 5 == 0 and self._left < 1000:
+            self.is_on = not self.is_on
+        return self.is_on

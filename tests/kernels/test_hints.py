@@ -1,0 +1,57 @@
+"""What is foreseen for a step: which experts are noted, and that they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seqmoe_kernels import Expectation, read_request
+from seqmoe_kernels.formats import CERTAIN, LEAST
+from seqmoe_kernels.hints import note_hints, note_hints_reference, note_hints_triton
+from tests.kernels.test_prefetch import EXPERTS, LAYERS, flights_on, make, pool_on
+from tests.kernels.test_requests import ask_ahead, named
+
+N = LAYERS * EXPERTS
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_the_likeliest_absent_ones(device: torch.device, levels: int, least: float) -> None:
+    """Those at least as probable as asked for, no more than there is room for, in their order; of
+    equals at the limit none."""
+    gen = torch.Generator().manual_seed(levels)
+    pool, state = make(30)
+    state.rules[LEAST] = int(least * CERTAIN)
+    pool.slot_of[torch.randperm(N, generator=gen)[:30]] = 3
+    expected = torch.randint(-2, levels + 1, (2, N), generator=gen) / levels
+    step = torch.tensor([7])
+    kernel_pool, kernel_state = pool_on(pool, device), flights_on(state, device)
+    note_hints_reference(Expectation(expected, step), pool, state)
+    moved = Expectation(expected.to(device), step.to(device))
+    note_hints_triton(moved, kernel_pool, kernel_state)
+    assert torch.equal(kernel_state.hints.cpu(), state.hints)
+    hints = [hint for hint in state.hints.tolist() if hint >= 0]
+    assert hints == sorted(hints) and state.hints.tolist()[len(hints) :].count(-1) == 16 - len(
+        hints
+    )
+    able = (pool.slot_of < 0) & (expected[1] > 0) & (expected[1] >= least)
+    chance = torch.where(able, expected[1], -1.0)
+    limit = chance.sort(descending=True).values[16]
+    assert hints == (chance > max(float(limit), 0.0)).nonzero().flatten().tolist()
+
+
+def test_hints_of_later_layers_are_asked_for_behind_names() -> None:
+    pool, state = make(20, in_flight=4, per_layer=4)
+    expected = torch.zeros(1, N)
+    wanted = [EXPERTS + 5, 4 * EXPERTS + 2, 5 * EXPERTS + 3, 5 * EXPERTS + 9]
+    expected[0, wanted] = 0.9
+    note_hints(Expectation(expected), pool, state)
+    assert state.hints.tolist()[:5] == [*wanted, -1]
+    ask_ahead(pool, state, named([], [7]), hinted=True)
+    got = [read_request(state.requests, n) for n in range(4)]
+    assert [r and (r.expert, r.event) for r in got] == [
+        (2 * EXPERTS + 7, 3),
+        (5 * EXPERTS + 3, 6),
+        (5 * EXPERTS + 9, 6),
+        None,
+    ]

@@ -1,0 +1,298 @@
+"""The prefetch thread, the switch, and the protocol against a model of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqmoe_cli.residency import prefetcher
+from seqmoe_cli.residency.pool import ExpertPool
+from seqmoe_cli.residency.prefetcher import Copier, HostCopier, Prefetcher
+from seqmoe_cli.residency.switch import COMPARE, REST, RUN, SETTLE, TRY, KillSwitch, StepCosts
+from seqmoe_kernels import Ahead, Flights, RecordedIds, Request, Routing, choose, read_request
+from seqmoe_kernels.formats import (
+    EMPTY,
+    FETCHING,
+    HITS,
+    IN_FLIGHT,
+    LAYER_NS,
+    MISSES,
+    MOST_KEPT,
+    NO_VICTIM,
+    PER_LAYER,
+    PREFETCHES,
+    READY,
+)
+
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, TOP_K, DISTANCES, NAMES = 4, 6, 2, 4, 2
+RECORDS = torch.arange(LAYERS * EXPERTS, dtype=torch.uint8).unsqueeze(1).repeat(1, 256)
+
+
+class Small:
+    """A pool that prefetches, driven layer by layer with what is wanted and named."""
+
+    def __init__(self, num_slots: int, in_flight: int = 2) -> None:
+        self.pool = ExpertPool(num_slots, RECORDS, CPU)
+        self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU)
+        kept = max(num_slots - 2 * TOP_K, 0)
+        values = {IN_FLIGHT: in_flight, PER_LAYER: 2, MOST_KEPT: kept, LAYER_NS: 10**15}
+        for rule, value in values.items():
+            self.flights.rules[rule] = value
+        self.pool.land(self.flights, kept)
+        self.layer = 0
+
+    def event(self, wanted: tuple[int, int], named: list[tuple[int, int]]) -> torch.Tensor:
+        """The bytes [K] that the kernels behind this event would read."""
+        routing, step = Routing(EXPERTS, TOP_K, True), torch.zeros(1, dtype=torch.int64)
+        recorded = RecordedIds(torch.tensor(wanted).int().expand(1, LAYERS, 2).contiguous(), step)
+        ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
+        for d, row in enumerate(named):
+            ids[0, self.layer, d] = torch.tensor(row)
+        logits = torch.zeros(1, EXPERTS)
+        chosen = choose(logits, self.layer, routing, self.pool.state, recorded, self.flights)
+        names = RecordedIds(ids, step)
+        ahead = Ahead(logits[:, :0], self.layer, EXPERTS, NAMES, chosen, names)
+        slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
+        self.layer = (self.layer + 1) % LAYERS
+        assert (slots >= 0).all()
+        return self.pool.slots[slots.long(), 0] - (chosen.wanted - torch.tensor(wanted))
+
+
+pairs = st.lists(st.integers(0, EXPERTS - 1), min_size=2, max_size=2, unique=True)
+host = st.sampled_from(["copy", "late", "refuse", "half", "old", "lose", "nothing", "reset"])
+moves = st.lists(
+    st.tuples(pairs, st.lists(pairs, max_size=4), st.lists(host, max_size=2)), min_size=6
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(moves, st.integers(2 * TOP_K, 14))
+def test_no_interleaving_breaks_the_protocol(
+    moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int
+) -> None:
+    """Whatever the host does with its requests, the bytes read are those of the experts wanted, and
+    lookup table, owners, states and tags agree."""
+    small, asked, next_number = Small(num_slots), deque[Request](), 0
+    state, tags = small.pool.state, torch.zeros(num_slots, dtype=torch.int64)
+    for wanted, named, deeds in moves:
+        read = small.event((wanted[0], wanted[1]), [(n[0], n[1]) for n in named])
+        assert read.tolist() == wanted
+        check(small)
+        assert (state.assigned_tag >= tags).all()  # a tag never comes again
+        tags = state.assigned_tag.clone()
+        while (request := read_request(small.flights.requests, next_number)) is not None:
+            asked.append(request)
+            next_number += 1
+        for deed in deeds:
+            serve(small, asked, deed)
+    assert state.counters[HITS] + state.counters[MISSES] == TOP_K * len(moves)
+    assert state.counters[PREFETCHES] == next_number and state.counters[NO_VICTIM] == 0
+
+
+def serve(small: Small, asked: deque[Request], deed: str) -> None:
+    """What a host may do, each request once; or the pool is made cold meanwhile."""
+    if deed == "reset":
+        small.pool.reset()
+    if deed in ("nothing", "reset") or not asked:
+        return
+    if deed == "late":
+        asked.rotate(1)
+        return
+    request = asked.popleft()
+    slots, landed = small.pool.slots, small.pool.state.landed_tag
+    if deed == "half":  # broken off: some bytes are there, the tag is not
+        slots[request.slot, :100] = request.expert
+    elif deed == "old":  # a tag of before
+        landed[request.slot] = request.tag - 1
+    elif deed == "refuse":
+        landed[request.slot] = -request.tag
+    elif deed == "copy":
+        slots[request.slot] = RECORDS[request.expert]
+        landed[request.slot] = request.tag
+
+
+def check(small: Small) -> None:
+    state = small.pool.state
+    flights = [slot for slot in small.flights.slot.tolist() if slot >= 0]
+    under_way = [slot for slot in flights if state.state[slot] == FETCHING]
+    assert len(set(flights)) == len(flights) and len(under_way) <= 2
+    for slot, (owner, kind) in enumerate(
+        zip(state.owner.tolist(), state.state.tolist(), strict=True)
+    ):
+        assert (kind == FETCHING) == (slot in under_way)
+        if kind == READY:
+            assert state.slot_of[owner] == slot
+            assert state.assigned_tag[slot] == state.landed_tag[slot]
+            assert (small.pool.slots[slot] == owner).all()
+        else:
+            assert (state.slot_of != slot).all()
+            assert kind != EMPTY or owner == -1
+
+
+def until(done: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if done():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came")
+
+
+def threaded(small: Small, copier: Copier | None = None) -> Prefetcher:
+    pool = small.pool
+    thread = Prefetcher(small.flights, copier or HostCopier(pool.records, pool.slots, pool.state))
+    thread.start()
+    return thread
+
+
+def test_the_thread_brings_what_is_asked_for() -> None:
+    small = Small(10)
+    thread = threaded(small)
+    small.event((0, 1), [(3, 4)])
+    until(lambda: thread.num_copied == 2)
+    until(lambda: bool((small.pool.state.landed_tag == small.pool.state.assigned_tag).all()))
+    assert small.event((3, 4), []).tolist() == [3, 4]
+    assert small.pool.counters()[:2] == (2, 2) and small.pool.counters().prefetch_hits == 2
+    thread.close()
+
+
+def test_the_thread_pauses_while_misses_are_served() -> None:
+    small = Small(10)
+    small.event((0, 1), [(3, 4)])
+    small.flights.control.fill_(int(small.pool.state.clock) * 2 + 1)
+    thread = threaded(small)
+    time.sleep(0.05)
+    assert thread.num_copied == 0
+    small.flights.control.sub_(1)
+    until(lambda: thread.num_copied == 2)
+    thread.close()
+
+
+def test_the_thread_refuses_what_is_over() -> None:
+    small = Small(10)
+    small.event((0, 1), [(3, 4)])
+    small.event((5, 2), [])
+    small.event((5, 2), [])
+    thread = threaded(small)
+    until(lambda: int((small.pool.state.landed_tag < 0).sum()) == 2)
+    thread.close()
+    small.event((0, 1), [])
+    assert thread.num_copied == 0 and small.pool.counters().prefetched == 0
+    assert not (small.pool.state.state == FETCHING).any()
+
+
+class Broken(HostCopier):
+    def start(self, request: Request, refuse: bool) -> None:
+        raise RuntimeError("out of order")
+
+
+def test_a_dead_thread_is_told_and_misses_go_on() -> None:
+    small = Small(10)
+    pool = small.pool
+    thread = threaded(small, Broken(pool.records, pool.slots, pool.state))
+    small.event((0, 1), [(3, 4)])
+    until(lambda: thread.failure is not None)
+    assert thread.failure == "RuntimeError: out of order"
+    for _ in range(6):
+        assert small.event((3, 4), [(0, 1), (1, 2)]).tolist() == [3, 4]
+    assert pool.counters().dropped == 2
+    thread.close()
+
+
+class Hanging(HostCopier):
+    """Until it is let go."""
+
+    go = threading.Event()
+
+    def start(self, request: Request, refuse: bool) -> None:
+        assert self.go.wait(20)
+        super().start(request, refuse)
+
+
+def test_a_thread_that_hangs_is_told_and_misses_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "_STUCK_S", 0.2)
+    small = Small(10)
+    pool = small.pool
+    thread = threaded(small, Hanging(pool.records, pool.slots, pool.state))
+    small.event((0, 1), [(3, 4)])
+    until(lambda: thread.failure is not None)
+    assert "no copy has ended for" in (thread.failure or "") and thread.died is None
+    assert small.event((3, 4), []).tolist() == [3, 4]
+    Hanging.go.set()
+    until(lambda: thread.failure is None)
+    thread.close()
+
+
+def test_closing_ends_the_thread() -> None:
+    thread = threaded(Small(10))
+    thread.close()
+    assert "prefetcher" not in [t.name for t in threading.enumerate()]
+
+
+def observed(switch: KillSwitch, step: StepCosts, count: int) -> bool:
+    """Whether prefetch is on after so many steps that count; it does not change before."""
+    before = switch.is_on
+    for _ in range(SETTLE):  # what the first steps take does not matter
+        assert switch.observe(replace(step, step_s=9.0)) is before
+    assert [switch.observe(step) for _ in range(count - 1)] == [before] * (count - 1)
+    return switch.observe(step)
+
+
+@pytest.mark.parametrize(
+    ("copies", "used", "stall_ms", "computing_ms", "pays"),
+    [
+        (8, 6, 0.5, 2.0, True),
+        (8, 6, 0.5, 2.6, False),  # what it saves is less than what its kernels take
+        (8, 6, 1.2, 2.0, False),  # copies slow the fetches down
+        (9, 2, 0.5, 2.0, False),  # too many bytes
+    ],
+)
+def test_the_switch_compares_with_and_without(
+    copies: int, used: int, stall_ms: float, computing_ms: float, pays: bool
+) -> None:
+    """Without prefetch a miss takes 0.1 ms and computing 2 ms; ten experts are absent in a step
+    that is tried, five in one that it is compared with."""
+    switch = KillSwitch(1.0)
+    took = StepCosts(copies, used, 10, stall_ms * 1e-3, (computing_ms + stall_ms) * 1e-3)
+    assert not observed(switch, took, TRY)
+    plain = StepCosts(0, 0, 5, 0.5e-3, 2.5e-3)
+    assert observed(switch, plain, COMPARE) is pays
+    assert switch.rests is not pays and switch.verdict is not None
+    assert switch.verdict.without_s == pytest.approx(TRY * 3e-3)
+    if pays:  # it goes on, and is compared again
+        assert not observed(switch, took, RUN)
+
+
+def test_rests_grow_until_a_try_pays() -> None:
+    switch = KillSwitch(1.0)
+    useless, plain = StepCosts(8, 0, 10, 1e-3, 3e-3), StepCosts(0, 0, 10, 1e-3, 3e-3)
+    for rest in (REST, 2 * REST, 4 * REST):
+        assert not observed(switch, useless, TRY)
+        assert not observed_at_rest(switch, plain, COMPARE)
+        assert observed_at_rest(switch, plain, rest, settled=True)
+    assert not observed(switch, StepCosts(8, 6, 10, 0.0, 2e-3), TRY)
+    assert observed_at_rest(switch, plain, COMPARE)
+    assert not observed(switch, useless, RUN)
+    assert not observed_at_rest(switch, plain, COMPARE)
+    assert observed_at_rest(switch, plain, REST, settled=True)
+
+
+def test_a_try_without_copies_says_nothing() -> None:
+    switch = KillSwitch(1.0)
+    assert all(switch.observe(StepCosts(0, 0, 10, 1e-3, 3e-3)) for _ in range(5 * TRY))
+
+
+def observed_at_rest(
+    switch: KillSwitch, step: StepCosts, count: int, settled: bool = False
+) -> bool:
+    """The same without prefetch; `settled`: it was off before."""
+    assert not any(switch.observe(step) for _ in range(count - 1 + SETTLE * (not settled)))
+    return switch.observe(step)
