@@ -91,6 +91,7 @@ def profile_deep(source: Source, loaded: Loaded, device: str) -> dict[str, Any]:
     plan = plan_memory(source, options)
     with opened(source, loaded, plan) as engine:
         fill_context(engine, source.ids[:DEPTH])
+        engine.warm(range(engine.config.num_routed_experts))
         step = step_profile.report(engine, list(source.ids[: DEPTH + 1]))
         num_layers = source.config.num_hidden_layers
     attention = kernels.attention_us(DEPTH, num_layers)
