@@ -113,11 +113,15 @@ class Conversations:
         """Close the stream of an answer as somebody does who has enough of it."""
         prompt = self._expected_prompt("Go on.", 0)
         if len(prompt) < self.engine.ctx_size:
+            held, number = list(self.engine.token_ids), self.random.randint(0, 20)
             stream = self.engine.generate(prompt, self.chat.sampling.params)
-            for _ in itertools.islice(stream, self.random.randint(0, 20)):
+            for _ in itertools.islice(stream, number):
                 pass
             stream.close()
-            self._check_state()
+            if number:
+                self._check_state()
+            else:  # a stream that nobody has begun
+                require(self.engine.token_ids == held, "a stream changed the state unasked")
 
     def change_settings(self) -> None:
         for name in self.random.sample(list(KNOBS), 3):

@@ -72,6 +72,17 @@ def test_another_history_than_the_one_on_the_screen_is_found(start: Start) -> No
         talk._check_state()
 
 
+def test_a_stream_that_nobody_begins_is_no_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = start(4)
+    talk.talk()
+    talk.paste_too_much()
+    monkeypatch.setattr(talk.random, "randint", lambda low, high: 0)
+    talk.leave()
+    assert talk.engine.asked is None and talk.engine.token_ids
+
+
 def test_what_is_a_leak() -> None:
     before = Usage(100.0, 10.0, 20.0, 7, 3)
     assert leaks(before, before) == []
