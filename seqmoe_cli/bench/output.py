@@ -120,9 +120,10 @@ def _look_ahead(row: Row) -> Iterator[str]:
     if recall and precision:
         pairs = (f"{100 * r:.1f}/{100 * p:.1f}" for r, p in zip(recall, precision, strict=True))
         who = "simulated look-ahead" if row.setting.look_ahead == "simulated" else "look-ahead"
+        where = f"{who}, pool {_pool(row)}, {row.state}"
         yield (
-            f"{who}, pool {row.setting.pool}: recall of misses/precision of names 1, 2, ... layers "
-            f"ahead: {', '.join(pairs)} %"
+            f"{where}: recall of misses/precision of names 1, 2, ... layers ahead: "
+            f"{', '.join(pairs)} %"
         )
 
 

@@ -81,8 +81,8 @@ class Breakdown:
 
     Records prefetched, and what became of them: a hit, waited for, too late. Look-ahead 1, 2, ...
     layers ahead: the share of would-be misses that it named, and of named absent experts that were
-    used. `prefetch_rested` is the share of the tokens during which prefetch was turned off because
-    it did not pay. None without prefetch.
+    used. `prefetch_rested` is the share of the tokens during which prefetch was turned off, to
+    compare or because it did not pay. None without prefetch.
 
     `bytes_read_per_token` of the device's memory, `read_gb_per_s` while it computes,
     `stall_gb_per_s` over the link while it waits. Shares are from 0 to 1, None without a ceiling.

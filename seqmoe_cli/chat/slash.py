@@ -145,7 +145,12 @@ def _prefetch_text(chat: Chat) -> str:
     prefetch = chat.engine.prefetch
     if prefetch is None:
         return "off"
-    words = {"on": "", "resting": ", resting: it did not pay", "stopped": ", stopped"}
+    words = {
+        "on": "",
+        "comparing": ", left out for a while to compare",
+        "resting": ", resting: it did not pay",
+        "stopped": ", stopped",
+    }
     return chat.engine.plan.prefetch + words[prefetch.status]
 
 

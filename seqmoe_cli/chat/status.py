@@ -63,6 +63,8 @@ def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
     ]
     if stats.prefetched_bytes:
         fields.append(f"prefetch {stats.prefetch_hits:,} in time, {size(stats.prefetched_bytes)}")
+    elif stats.decode.rested_tokens:
+        fields.append("prefetch rested")
     return fit(fields, width)
 
 

@@ -129,7 +129,7 @@ def train(
     _store(predictor, packed, output, facts)  # judging takes minutes, and may be interrupted
     found = _judge(predictor, learned, judged)
     num_bytes = _store(predictor, packed, output, facts | _facts_of_recall(found))
-    if packed is not None and output is None:
+    if packed is not None and output is None and not trace:
         _note_uses(packed, learned)
     where = output or (packed.path if packed else "")
     _print(found, as_json, f"{where}: a predictor of {num_bytes:,} bytes", done)
@@ -267,10 +267,12 @@ def _store(
 
 
 def _note_uses(packed: PackedModel, learned: Trace) -> None:
-    """For the warm start of the model's pool."""
+    """For the warm start of the model's pool, until the user's own answers are there for it."""
     from seqmoe_cli.forecast.profile import UseProfile
 
     profile = UseProfile.of(packed)
+    if profile.num_answers:
+        return
     profile.learn(learned)
     with suppress(SeqmoeError):  # chats learn it, too
         profile.save()

@@ -16,7 +16,7 @@ class StepStats:
 
     `prefetch_hits` are hits that a prefetch in time has made of misses; `prefetches_late` misses
     for which a copy under way was waited for, `prefetches_dropped` those that it was too late for;
-    `rested_tokens` were decoded while prefetch had been turned off because it did not pay.
+    `rested_tokens` were decoded while prefetch was turned off, to compare or as it did not pay.
 
     `elapsed_s` is the host's time. By the device's clock: `stall_s` it waited for misses, decode
     steps took `step_s` from end to end and lay `gap_s` apart.

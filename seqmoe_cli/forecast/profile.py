@@ -3,7 +3,9 @@ says which experts a pool should begin with. Holds counts, no text."""
 
 from __future__ import annotations
 
+import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +29,7 @@ class UseProfile:
     path: Path
     counts: NDArray[np.float64]
     num_answers: int = 0
-    _is_new: bool = field(default=False, repr=False)  # something is to be saved
+    _new: list[NDArray[np.bool_]] = field(default_factory=list, repr=False)  # not saved yet
 
     @classmethod
     def of(cls, model: PackedModel) -> UseProfile:
@@ -42,19 +44,24 @@ class UseProfile:
         """From a file; empty if it cannot be read or is for another number of experts."""
         try:
             with np.load(path) as file:
-                counts, num_answers = file["counts"], int(file["num_answers"])
-                if file["format"] == FORMAT and counts.shape == (num_experts,):
-                    return cls(path, counts.astype(np.float64), num_answers)
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
-            pass
-        return cls(path, np.zeros(num_experts))
+                counts = file["counts"].astype(np.float64)
+                num_answers, is_profile = int(file["num_answers"]), file["format"] == FORMAT
+        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error):
+            return cls(path, np.zeros(num_experts))
+        fits = is_profile and counts.shape == (num_experts,)
+        if not fits or not np.isfinite(counts).all() or counts.min() < 0 or num_answers < 0:
+            return cls(path, np.zeros(num_experts))
+        return cls(path, counts, num_answers)
 
     def add(self, used: Sequence[bool] | NDArray[np.bool_]) -> None:
         """An answer used these experts, bool [N]; nothing is counted for one that used none."""
         if np.any(used):
-            self.counts = self.counts * 2 ** (-1 / HALF_LIFE) + np.asarray(used)
-            self.num_answers += 1
-            self._is_new = True
+            self._new.append(np.asarray(used, bool))
+            self._count(self._new[-1])
+
+    def _count(self, used: NDArray[np.bool_]) -> None:
+        self.counts = self.counts * 2 ** (-1 / HALF_LIFE) + used
+        self.num_answers += 1
 
     def learn(self, trace: Trace) -> None:
         """Every sequence of a trace is an answer."""
@@ -70,13 +77,19 @@ class UseProfile:
         return order[: np.count_nonzero(self.counts)].astype(np.int32)
 
     def save(self) -> None:
-        """Write the file, if anything is new. Raises `SeqmoeError` where that is not possible."""
-        if not self._is_new:
+        """Write the file, if anything is new, on top of what other chats have written meanwhile.
+        Raises `SeqmoeError` where that is not possible."""
+        if not self._new:
             return
+        latest = self.load(self.path, len(self.counts))
+        for used in self._new:
+            latest._count(used)
+        self.counts, self.num_answers = latest.counts, latest.num_answers
         with naming_os_errors("write", self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(self.path) as file:
+            os.fchmod(file.fileno(), 0o600)
             np.savez_compressed(
                 file, format=FORMAT, num_answers=self.num_answers, counts=self.counts
             )
-        self._is_new = False
+        self._new.clear()

@@ -26,6 +26,7 @@ class Row:
     num_slots: int
     policy: str
     prefetch: str
+    look_ahead: str
     forecast: str
     num_tokens: int
     num_lookups: int

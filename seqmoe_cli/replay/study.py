@@ -126,6 +126,7 @@ class Study:
             "pool": pool.text,
             "policy": f"window {self.assumptions.window}" if policy == "window" else policy,
             "prefetch": prefetch,
+            "look_ahead": "simulated" if prefetch in ("lookahead", "full") else "",
             "forecast": self.assumptions.forecast if uses_forecast else "",
         }
         bounds = self._online_and_best(num_slots)

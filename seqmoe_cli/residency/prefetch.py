@@ -80,8 +80,11 @@ class Prefetch:
 
     @property
     def status(self) -> str:
-        """In a word: on, resting (while it does not pay) or stopped."""
-        return "stopped" if self.failure else "resting" if self.switch.rests else "on"
+        """In a word: on, comparing (left out to see what it saves), resting (while it does not
+        pay) or stopped."""
+        if self.failure:
+            return "stopped"
+        return "resting" if self.switch.rests else "on" if self.switch.is_on else "comparing"
 
     @property
     def failure(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,55 @@ def test_old_answers_fade() -> None:
     for _ in range(HALF_LIFE):
         profile.add(used(1))
     assert profile.counts[0] == pytest.approx(0.5)
+
+
+def flipped(path: Path) -> None:
+    """A file whose compressed numbers have lost bits."""
+    np.savez_compressed(path, format="seqmoe-profile", num_answers=1, counts=np.arange(6.0) / 7)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"counts.npy") + 40
+    data[at : at + 20] = bytes(255 - byte for byte in data[at : at + 20])
+    path.write_bytes(data)
+
+
+def array_alone(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.ones(6))
+
+
+def many_answers(path: Path) -> None:
+    np.savez(path, format="seqmoe-profile", num_answers=np.ones(3), counts=np.ones(6))
+
+
+def not_a_number(path: Path) -> None:
+    np.savez(path, format="seqmoe-profile", num_answers=1, counts=np.full(6, np.nan))
+
+
+@pytest.mark.parametrize("damage", [flipped, array_alone, many_answers, not_a_number])
+def test_damage_is_an_empty_profile_and_mends(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "a.npz"
+    damage(path)
+    profile = UseProfile.load(path, 6)
+    assert profile.num_answers == 0 and not profile.counts.any()
+    profile.add(used(2))
+    profile.save()
+    assert UseProfile.load(path, 6).ranking().tolist() == [2]
+
+
+def test_chats_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    one, other = (UseProfile.load(path, 6) for _ in range(2))
+    one.add(used(1))
+    other.add(used(3))
+    one.save()
+    other.save()
+    one.add(used(3))
+    one.save()
+    assert UseProfile.load(path, 6).num_answers == 3
+    assert UseProfile.load(path, 6).ranking().tolist() == [3, 1]
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", None])
