@@ -281,7 +281,7 @@ def test_the_same_tokens_with_prefetch_now_and_then(
     say(engine)
     before = engine.pool.counters().prefetches
     assert say(engine)[0] == plain and engine.pool.counters().prefetches == before
-    assert prefetch.status == "on" and engine.fallbacks == []
+    assert prefetch.status == "comparing" and engine.fallbacks == []
     engine.close()
 
 
