@@ -4,7 +4,7 @@ Runs with any python that has torch with CUDA, Triton and the packages of pyproj
 is installed or downloaded. Writes benchmarks/gpu/<date>-<gpu>-<commit>.json: machine, versions, the
 commit, how many tests passed, kernel rates, the demo model's text on CPU and GPU, and the rows of
 `seqmoe bench` for a full-size model made of random weights, with its own routing and with that of a
-recorded trace. Exits 1 when anything failed.
+recorded trace, with every policy and kind of prefetch. Exits 1 when anything failed.
 """
 
 from __future__ import annotations

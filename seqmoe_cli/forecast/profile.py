@@ -46,12 +46,12 @@ class UseProfile:
             with np.load(path) as file:
                 counts = file["counts"].astype(np.float64)
                 num_answers, is_profile = int(file["num_answers"]), file["format"] == FORMAT
+                are_counts = bool(np.isfinite(counts).all()) and counts.min() >= 0
+                if is_profile and counts.shape == (num_experts,) and are_counts:
+                    return cls(path, counts, num_answers)
         except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error):
-            return cls(path, np.zeros(num_experts))
-        fits = is_profile and counts.shape == (num_experts,)
-        if not fits or not np.isfinite(counts).all() or counts.min() < 0 or num_answers < 0:
-            return cls(path, np.zeros(num_experts))
-        return cls(path, counts, num_answers)
+            pass
+        return cls(path, np.zeros(num_experts))
 
     def add(self, used: Sequence[bool] | NDArray[np.bool_]) -> None:
         """An answer used these experts, bool [N]; nothing is counted for one that used none."""

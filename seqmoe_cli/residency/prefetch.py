@@ -84,7 +84,7 @@ class Prefetch:
         pay) or stopped."""
         if self.failure:
             return "stopped"
-        return "resting" if self.switch.rests else "on" if self.switch.is_on else "comparing"
+        return "on" if self.is_on else "resting" if self.switch.rests else "comparing"
 
     @property
     def failure(self) -> str | None:
