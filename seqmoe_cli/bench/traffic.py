@@ -44,14 +44,16 @@ def kernels_per_token(engine: Engine) -> int | None:
     with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         engine.decoding.step()
     try:
-        return _count_kernels(graph.raw_cuda_graph())
+        return count_kernels(graph)
     except (OSError, RuntimeError):
         return None
 
 
-def _count_kernels(graph: int) -> int:
+def count_kernels(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels in a graph that was captured with `keep_graph`. OSError without a CUDA driver,
+    RuntimeError where it does not say."""
     driver = ctypes.CDLL("libcuda.so.1")
-    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
     _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
