@@ -32,11 +32,19 @@ def _scales(pointers, inside):
 
 
 @triton.jit
+def _is_missed(slot, miss_slots, num_wanted, BLOCK_K: tl.constexpr):
+    i = tl.arange(0, BLOCK_K)
+    missed = tl.load(miss_slots + i, mask=i < num_wanted, other=-1, cache_modifier=".cg")
+    return tl.max((missed == slot).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def _gate_up_kernel(
     h,
     weights,
     scales,
     pair_slots,
+    miss_slots,
     num_misses,
     act,
     slot_weights,
@@ -47,6 +55,7 @@ def _gate_up_kernel(
     UP: tl.constexpr,
     GATE_SCALE: tl.constexpr,
     UP_SCALE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     WARPS: tl.constexpr,
@@ -54,17 +63,19 @@ def _gate_up_kernel(
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The fetch before this kernel lets it start when the slots are known. Without a miss they hold
-    # what they should, and nothing that the fetch does, asking for prefetches, is waited for.
+    # The fetch before this kernel lets it start when the slots are known. Those of hits hold what
+    # they should: only programs of a miss wait for the fetch, and the others work meanwhile.
     dtype: tl.constexpr = weights.dtype.element_ty
     COLUMNS: tl.constexpr = WARPS * (TILE_BITS // dtype.primitive_bitwidth)
     SLICE: tl.constexpr = TILE_BITS // 8 // dtype.primitive_bitwidth
     pair = tl.program_id(1)
-    slot = tl.maximum(tl.load(pair_slots + pair, cache_modifier=".cg"), 0).to(tl.int64)
+    here = tl.load(pair_slots + pair, cache_modifier=".cg")
     if PDL:  # noqa: SIM102
         if acquired(num_misses) > 0:  # (one condition is the compiler's)
-            wait_for_inputs(PDL)
+            if _is_missed(here, miss_slots, tl.num_programs(1), BLOCK_K):
+                wait_for_inputs(PDL)
     let_next_start(PDL)  # not before: the next kernel reads slots without waiting for this one
+    slot = tl.maximum(here, 0).to(tl.int64)
     first = tl.program_id(0) * ROWS
     order = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
     row = first + order // 2

@@ -46,6 +46,7 @@ def check_expert_mlp(
     check("h", h, x.dtype, (1, fmt.hidden), x.device)
     check_slots(slots, fmt, x.device)
     check("resolved.slots", resolved.slots, torch.int32, (-1,), x.device)
+    check("resolved.miss_slots", resolved.miss_slots, torch.int32, resolved.slots.shape, x.device)
     check("resolved.num_misses", resolved.num_misses, torch.int32, (1,), x.device)
     check("weights", weights, torch.float32, resolved.slots.shape, x.device)
 
@@ -75,6 +76,7 @@ def gate_up_triton(
         weights,
         scales,
         resolved.slots,
+        resolved.miss_slots,
         resolved.num_misses,
         act,
         weights.stride(0),
@@ -85,6 +87,7 @@ def gate_up_triton(
         fmt.up // size,
         fmt.gate_scale // 4,
         fmt.up_scale // 4,
+        triton.next_power_of_2(num_pairs),
         tiling.rows,
         tiling.tiles,
         tiling.num_warps,
