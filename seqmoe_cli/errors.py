@@ -8,6 +8,7 @@ from seqmoe_weights.errors import (
     ResourceError,
     SeqmoeError,
     UnsupportedError,
+    either,
 )
 
 __all__ = [
@@ -19,11 +20,13 @@ __all__ = [
     "SeqmoeError",
     "UnsupportedError",
     "UsageError",
+    "either",
 ]
 
 
 class UsageError(SeqmoeError):
-    """A flag or argument that cannot be accepted; exit code 2."""
+    """A command line that cannot be accepted, whatever files, models and machine are like; exit
+    code 2."""
 
 
 class PoolError(SeqmoeError):
@@ -31,4 +34,5 @@ class PoolError(SeqmoeError):
 
 
 class PromptError(SeqmoeError):
-    """A prompt or conversation that cannot be answered: empty, too long, or no chat template."""
+    """A prompt or conversation that cannot be answered: unreadable, empty, too long, or no chat
+    template."""

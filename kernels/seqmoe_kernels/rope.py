@@ -1,4 +1,4 @@
-"""Rotary position embedding of query and key heads, after an optional per-head norm."""
+"""Rotary position embedding of query and key heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.norm import rms_norm_reference
 
 
 class Rotation(NamedTuple):
@@ -25,14 +24,8 @@ class Rotation(NamedTuple):
 
 
 def rotary_reference(
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor
 ) -> torch.Tensor:
-    if norm_weight is not None:
-        x = rms_norm_reference(x, norm_weight, eps)
     angle = positions.float()[:, None, None] * inv_freq  # [T, 1, D/2]
     cos, sin = angle.cos(), angle.sin()
     first, second = x.float().chunk(2, dim=-1)
@@ -40,24 +33,7 @@ def rotary_reference(
 
 
 @triton.jit
-def _normalized(value, weight, at, mask, inv_rms, dtype: tl.constexpr):
-    gain = tl.load(weight + at, mask=mask, other=0).to(tl.float32)
-    return ((value * inv_rms).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _rotary_kernel(
-    x,
-    positions,
-    inv_freq,
-    norm_weight,
-    out,
-    eps,
-    num_heads,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-):
+def _rotary_kernel(x, positions, inv_freq, out, num_heads, D: tl.constexpr, BLOCK: tl.constexpr):
     head = tl.program_id(0)
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = out.dtype.element_ty
@@ -66,10 +42,6 @@ def _rotary_kernel(
     at = head.to(tl.int64) * D + i
     first = tl.load(x + at, mask=mask, other=0).to(tl.float32)
     second = tl.load(x + at + HALF, mask=mask, other=0).to(tl.float32)
-    if NORM:
-        inv_rms = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / D + eps)
-        first = _normalized(first, norm_weight, i, mask, inv_rms, dtype)
-        second = _normalized(second, norm_weight, i + HALF, mask, inv_rms, dtype)
     position = tl.load(positions + head // num_heads).to(tl.float32)
     angle = position * tl.load(inv_freq + i, mask=mask, other=0)
     cos, sin = tl.cos(angle), tl.sin(angle)
@@ -77,13 +49,7 @@ def _rotary_kernel(
     tl.store(out + at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
 
 
-def rotary_triton(
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
+def rotary_triton(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     check_kernel_device(x)
     check("x", x, FLOATS, (-1, -1, -1), x.device)
     num_tokens, num_heads, dim = x.shape
@@ -91,38 +57,26 @@ def rotary_triton(
         raise ValueError(f"x has an odd head dimension, {dim}")
     check("positions", positions, torch.int64, (num_tokens,), x.device)
     check("inv_freq", inv_freq, torch.float32, (dim // 2,), x.device)
-    if norm_weight is not None:
-        check("norm_weight", norm_weight, x.dtype, (dim,), x.device)
     out = torch.empty_like(x)
     if x.numel() > 0:
         _rotary_kernel[(num_tokens * num_heads,)](
             x,
             positions,
             inv_freq,
-            norm_weight,
             out,
-            eps,
             num_heads,
             dim,
             triton.next_power_of_2(dim // 2),
-            norm_weight is not None,
             num_warps=1,
             enable_fp_fusion=True,
         )
     return out
 
 
-def rotary(
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
+def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     """Rotate the heads `x` [T, n, D] by `positions` (i64 [T]) times `inv_freq` (f32 [D/2]).
 
-    Dimension i pairs with i + D/2. With `norm_weight` [D] each head is RMS-normalised first.
-    Angles and rotation are f32; the result has the dtype of `x`.
+    Dimension i pairs with i + D/2. Angles and rotation are f32; the result has the dtype of `x`.
     """
     run = rotary_triton if x.is_cuda else rotary_reference
-    return run(x, positions, inv_freq, norm_weight, eps)
+    return run(x, positions, inv_freq)

@@ -5,12 +5,12 @@ All but JSON give a row's line as soon as the row is there; a JSON array needs a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from seqmoe_cli.bench.formats import csv_lines, json_array, json_lines
 from seqmoe_cli.bench.inventory import readable_count
-from seqmoe_cli.bench.rows import Row
+from seqmoe_cli.bench.rows import Row, pool_name
 from seqmoe_weights.files import readable_size
 
 
@@ -34,10 +34,7 @@ def _model(row: Row) -> str:
 
 
 def _pool(row: Row) -> str:
-    """Its size, and what is not as usual."""
-    setting = row.setting
-    ways = ((setting.policy, "lru"), (setting.prefetch, "off"))
-    return " ".join([setting.pool, *(way for way, usual in ways if way != usual)])
+    return pool_name(row.setting.pool, row.setting.policy, row.setting.prefetch)
 
 
 def _number(value: float | None, digits: int = 2, factor: float = 1) -> str:
@@ -80,16 +77,21 @@ TIME_COLUMNS = (
 )
 
 
-def markdown(rows: Iterable[Row]) -> Iterator[str]:
+def markdown(
+    rows: Iterable[Row], coming: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[str]:
     """A table for people, and one of where the time of generated tokens goes; what was timed, and
-    the build, stand under them."""
+    the build, stand under them. `coming`: by title, the cells of a column as far as they are known
+    before the rows are."""
     widths: list[int] = []
     seen: list[Row] = []
     for row in rows:
         seen.append(row)
         cells = [column.cell(row) for column in COLUMNS]
         if not widths:
-            widths = _widths(COLUMNS, [cells])
+            first = zip(COLUMNS, cells, strict=True)
+            known = [[cell, *(coming or {}).get(column.title, ())] for column, cell in first]
+            widths = _widths(COLUMNS, known)
             yield from _head(COLUMNS, widths)
         yield _line(COLUMNS, cells, widths)
     if seen:
@@ -107,7 +109,7 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     kept = [i for i in range(len(TIME_COLUMNS)) if any(cells[i] for cells in table)]
     columns = [TIME_COLUMNS[i] for i in kept]
     table = [[cells[i] for i in kept] for cells in table]
-    widths = _widths(columns, table)
+    widths = _widths(columns, list(zip(*table, strict=True)))
     yield ""
     yield f"where the time goes, ms per token: {_model(rows[-1])}"
     yield ""
@@ -150,10 +152,11 @@ def _notes(row: Row) -> Iterator[str]:
     yield from (f"note: {fallback}" for fallback in setting.fallbacks)
 
 
-def _widths(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[int]:
+def _widths(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[int]:
+    """Of each column, given its cells."""
     return [
-        max(column.width, len(column.title), *(len(cells[i]) for cells in table))
-        for i, column in enumerate(columns)
+        max(column.width, len(column.title), *map(len, texts))
+        for column, texts in zip(columns, cells, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from seqmoe_cli.bench.blurred import blurred_names, blurred_uses
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.shipped import SHIPPED, open_trace
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.residency.replayed import ReplayedRouting
@@ -29,14 +29,14 @@ class RecordedRouting:
         trace = open_trace(name)
         trace = trace.select(trace.phase == DECODE)
         if len(trace) < 2:
-            raise UsageError(
+            raise SeqmoeError(
                 f"trace {name} has {len(trace)} tokens of answers, at least 2 are needed",
                 f"record a longer one, or use one that comes with seqmoe: {', '.join(SHIPPED)}",
             )
         return cls(name, trace)
 
     def check_fits(self, model: str, config: ModelConfig) -> None:
-        """Raise `UsageError` unless the model has the layers and experts of the trace."""
+        """Raise `SeqmoeError` unless the model has the layers and experts of the trace."""
         trace = self.trace
         shapes = (
             f"{layers} layers of {experts} experts"
@@ -47,7 +47,7 @@ class RecordedRouting:
         )
         recorded, present = shapes
         if recorded != present:
-            raise UsageError(
+            raise SeqmoeError(
                 f"trace {self.name} was recorded from {recorded}, {model} has {present}",
                 "replay it with a model or --shape like the recorded one, or record another: "
                 "seqmoe trace",
@@ -59,7 +59,7 @@ class RecordedRouting:
         total = len(self.trace)
         for num in gens or ():
             if not 1 <= num < total:
-                raise UsageError(
+                raise SeqmoeError(
                     f"-n {num}: of the {total} tokens of trace {self.name}, 1 to {total - 1} can "
                     "be timed",
                     f"leave -n out to time the last {total // 2}",

@@ -26,6 +26,12 @@ class Sample:
         return self.total.num_tokens * 1e9 / self.elapsed_ns
 
 
+def pool_name(pool: str, policy: str, prefetch: str) -> str:
+    """The size of a pool, and what is not as usual."""
+    ways = ((policy, "lru"), (prefetch, "off"))
+    return " ".join([pool, *(way for way, usual in ways if way != usual)])
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all rows of one opened engine share; the names are those of the JSON keys.

@@ -12,14 +12,13 @@ from seqmoe_cli.bench.machine import Machine
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.measure import WARM, Plan, Tell, run_case
 from seqmoe_cli.bench.recorded import RecordedRouting
-from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate
+from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate, pool_name
 from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.foresight import predictor_for
 from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, gib, plan_memory
-from seqmoe_cli.errors import PromptError, ResourceError, UsageError
-from seqmoe_cli.forecast.foreseen import check_inputs
+from seqmoe_cli.errors import PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_weights.memory import available_host_bytes
@@ -67,9 +66,9 @@ class Session:
         warmup: bool = True,
         routing: RecordedRouting | None = None,
     ) -> Session:
-        """Check everything that can be checked without weights: raises `UsageError` when the model
-        has too short a context or not the trace's shape, `PromptError` for too short a text,
-        `ResourceError` when a pool does not fit, `SeqmoeError` without a predictor that is needed.
+        """Check everything that can be checked without weights: raises `SeqmoeError` when the
+        model has too short a context or not the trace's shape, or without a predictor that is
+        needed, `PromptError` for too short a text, `ResourceError` when a pool does not fit.
         """
         if routing is not None:
             routing.check_fits(source.name, source.config)
@@ -87,9 +86,19 @@ class Session:
                 predictor = _predictor(source, option, routing)
             setup = Setup(option, plan, predictor if plan.foresees else None)
             setups.setdefault(setup.key, setup)
+        if predictor is None and any(option.predictor for option in options):
+            raise SeqmoeError(
+                "--predictor would not be used: the pools hold all experts", "give a smaller --pool"
+            )
         ordered = sorted(setups.values(), key=lambda setup: setup.plan.has_victims)
         runs = Plan(source.ids, source.sampling, repetitions, warmup)
         return cls(source, cases, ordered, runs, routing)
+
+    @property
+    def coming(self) -> dict[str, list[str]]:
+        """What `markdown` wants to know before the rows come."""
+        ways = [(s.options.pool.text, s.options.policy, s.plan.prefetch) for s in self.setups]
+        return {"pool": [pool_name(*way) for way in ways], "test": [c.name for c in self.cases]}
 
     def rows(
         self, loaded: Loaded, tell: Tell, prepare: Callable[[Engine], None] | None = None
@@ -201,12 +210,14 @@ def _is_simulated(source: Source, options: EngineOptions, routing: RecordedRouti
 def _predictor(
     source: Source, options: EngineOptions, routing: RecordedRouting | None
 ) -> StoredPredictor:
-    """What a replayed trace wants of it is known to `check_inputs`."""
+    """What a replayed trace wants of it is known to its `check_trace`."""
     config = source.config
     num_tokens = config.vocab_size if routing is None else 0
     stored = predictor_for(options, source.folder, config, source.name, num_tokens)
-    if routing is not None:
-        check_inputs(stored.predictor, routing.trace)
+    if routing is None:
+        stored.check_model(source.name, source.weights_sha256)
+    else:
+        stored.check_trace(routing.trace)
     return stored
 
 
@@ -230,7 +241,7 @@ def _check_context(source: Source, cases: Sequence[Case]) -> None:
     most = source.config.max_position_embeddings
     for case in cases:
         if case.ctx_size > most:
-            raise UsageError(
+            raise SeqmoeError(
                 f"{case.name} needs a context of {case.ctx_size:,} tokens, the model has {most:,}",
                 "lower -d, -p or -n",
             )

@@ -60,6 +60,7 @@ class Source:
     text: str
     sampling: SamplingParams
     folder: Path | None  # of a packed model
+    weights_sha256: str | None  # of a packed model
     load_store: Callable[[bool, Callable[[int, int], None]], HostStore]
     load_tensors: Callable[
         [torch.device, torch.dtype, Callable[[int, int], None]], dict[str, torch.Tensor]
@@ -99,6 +100,7 @@ def packed_source(folder: Path, text: str, text_name: str) -> Source:
         text=text_name,
         sampling=SamplingSettings(_SEED, checkpoint_settings(folder)).params,
         folder=folder,
+        weights_sha256=model.weights_sha256,
         load_store=lambda pin, progress: HostStore.load(model, pin, progress),
         load_tensors=model.load_resident,
     )
@@ -120,6 +122,7 @@ def random_source(shape_name: str) -> Source:
         text="random token ids",
         sampling=SamplingSettings(_SEED, {}).params,
         folder=None,
+        weights_sha256=None,
         load_store=lambda pin, progress: random_store(shape, pin, progress),
         load_tensors=lambda device, dtype, progress: random_tensors(shape, dtype, device, progress),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqmoe_cli.chat.session import Message
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import PromptError, UsageError, either
 
 STDIN = "-"
 ROLES = ("system", "user", "assistant")
@@ -46,8 +46,8 @@ class Question:
 
 
 def read_question(sources: Sources) -> Question:
-    """Read what the flags name; raises `UsageError` for flags that exclude each other and for
-    what is empty, unreadable or malformed."""
+    """Read what the flags name; raises `UsageError` for flags that exclude each other and where
+    there is no text, `PromptError` for a file that is empty, unreadable or malformed."""
     _check_conflicts(sources)
     system = check_text("--system", sources.system or "")
     if sources.system_file is not None:
@@ -86,7 +86,8 @@ def read_prompt(prompt: str | None, file: str | None, raw: bool) -> str | None:
     """The texts of -p, then -f, then piped standard input, joined by a blank line.
 
     With `raw` each is taken as it is; else newlines at its end are dropped. None when there is no
-    prompt and standard input is a terminal. Raises `UsageError` for an empty or unreadable one.
+    prompt and standard input is a terminal. Raises `UsageError` for an empty one, `PromptError` for
+    a file that is empty or unreadable.
     """
     parts = [] if prompt is None else [check_text("--prompt", prompt)]
     if file is not None:
@@ -107,7 +108,7 @@ def read_prompt(prompt: str | None, file: str | None, raw: bool) -> str | None:
 def _nonempty(flag: str, file: str) -> str:
     text = read_text(flag, file)
     if not text.strip():
-        raise UsageError(f"{flag} {file} is empty", "give a file with some text")
+        raise PromptError(f"{flag} {file} is empty", "give a file with some text")
     return text
 
 
@@ -120,56 +121,56 @@ def read_text(label: str, file: str) -> str:
         else:
             data = sys.stdin.buffer.read() if sys.stdin is not None else b""
     except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error.strerror}", "check the path") from error
+        raise PromptError(f"{name} cannot be read: {error.strerror}", "check the path") from error
     except ValueError as error:  # a NUL in the name
-        raise UsageError(f"{name!r} cannot be read: {error}", "check the path") from error
+        raise PromptError(f"{name!r} cannot be read: {error}", "check the path") from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(
+        raise PromptError(
             f"{name} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}",
             "convert it to UTF-8",
         ) from error
 
 
 def check_text(label: str, text: str, hint: str = "set a UTF-8 locale") -> str:
-    """`text` of the command line or of JSON; raises `UsageError` when UTF-8 cannot hold it."""
+    """`text` of the command line or of JSON; raises `PromptError` when UTF-8 cannot hold it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{label} is not UTF-8 text", hint) from error
+        raise PromptError(f"{label} is not UTF-8 text", hint) from error
     return text
 
 
 def read_messages(file: str) -> list[Message]:
     """A conversation: a JSON list of objects with `role` and `content`, the last one a user's.
 
-    Raises `UsageError` naming the file and the message.
+    Raises `PromptError` naming the file and the message.
     """
     name = f"--messages {file}"
     try:
         value = json.loads(read_text("--messages", file))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not JSON: {error}", _MESSAGES_HINT) from error
+        raise PromptError(f"{name} is not JSON: {error}", _MESSAGES_HINT) from error
     return check_messages(name, value)
 
 
 def check_messages(name: str, value: object) -> list[Message]:
-    """`value` as a conversation; raises `UsageError` that starts with `name` if it is none."""
+    """`value` as a conversation; raises `PromptError` that starts with `name` if it is none."""
     if not isinstance(value, list) or not value:
-        raise UsageError(f"{name} is not a list of messages", _MESSAGES_HINT)
+        raise PromptError(f"{name} is not a list of messages", _MESSAGES_HINT)
     messages = [_message(f"{name}: message {n}", item) for n, item in enumerate(value, 1)]
     if messages[-1]["role"] != "user":
-        raise UsageError(f"{name}: the last message is not the user's", _MESSAGES_HINT)
+        raise PromptError(f"{name}: the last message is not the user's", _MESSAGES_HINT)
     return messages
 
 
 def _message(label: str, item: object) -> Message:
     if not isinstance(item, dict):
-        raise UsageError(f"{label} is no object", _MESSAGES_HINT)
+        raise PromptError(f"{label} is no object", _MESSAGES_HINT)
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
-        raise UsageError(f"{label} has the role {role!r}", f"use {', '.join(ROLES)}")
+        raise PromptError(f"{label} has the role {role!r}", f"use {either(ROLES)}")
     if not isinstance(content, str):
-        raise UsageError(f"{label} has no text in content", _MESSAGES_HINT)
+        raise PromptError(f"{label} has no text in content", _MESSAGES_HINT)
     return {"role": role, "content": check_text(label, content, _MESSAGES_HINT)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from seqmoe_cli.chat.prompt import check_messages, check_text, read_text
 from seqmoe_cli.chat.session import Message
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import PromptError
 
 _HINT = 'use ["a text", ["first turn", "second turn"], [{"role": "user", "content": "..."}]]'
 
@@ -27,7 +27,7 @@ def read_prompts(flag: str, file: str) -> list[Conversation]:
     """Every prompt of a JSON list; of each line, if the file's name ends in .jsonl.
 
     A prompt is a text, a list of texts, which are the turns of one conversation, or a list of
-    messages, the last one a user's. Raises `UsageError` naming flag, file and prompt.
+    messages, the last one a user's. Raises `PromptError` naming flag, file and prompt.
     """
     name = f"{flag} {file}"
     text = read_text(flag, file)
@@ -37,10 +37,10 @@ def read_prompts(flag: str, file: str) -> list[Conversation]:
     else:
         whole = _parse(name, text)
         if not isinstance(whole, list):
-            raise UsageError(f"{name} is not a list of prompts", _HINT)
+            raise PromptError(f"{name} is not a list of prompts", _HINT)
         values = [(f"{name}: prompt {n}", value) for n, value in enumerate(whole, 1)]
     if not values:
-        raise UsageError(f"{name} holds no prompt", _HINT)
+        raise PromptError(f"{name} holds no prompt", _HINT)
     return [_conversation(label, value) for label, value in values]
 
 
@@ -48,14 +48,14 @@ def _parse(label: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{label} is not JSON: {error}", _HINT) from error
+        raise PromptError(f"{label} is not JSON: {error}", _HINT) from error
 
 
 def _conversation(label: str, value: object) -> Conversation:
     turns = list(_texts([value] if isinstance(value, str) else value))
     if turns:
         if not all(turn.strip() for turn in turns):
-            raise UsageError(f"{label} has no text", _HINT)
+            raise PromptError(f"{label} has no text", _HINT)
         return Conversation(label, (), tuple(check_text(label, turn, _HINT) for turn in turns))
     *said, last = check_messages(label, value)
     return Conversation(label, tuple(said), (last["content"],))

@@ -11,7 +11,7 @@ from seqmoe_cli.chat.sampling import KNOBS, Setting
 from seqmoe_cli.chat.status import rate, size
 from seqmoe_cli.chat.template import THINK_CHOICES
 from seqmoe_cli.engine.stats import StepStats, TurnStats
-from seqmoe_cli.errors import SeqmoeError, UsageError
+from seqmoe_cli.errors import SeqmoeError, UsageError, either
 from seqmoe_cli.settings import check_range
 
 MAX_PREDICT = 10_000_000
@@ -88,7 +88,7 @@ def _system(chat: Chat, argument: str) -> None:
 def _think(chat: Chat, argument: str) -> None:
     if argument:
         if argument not in THINK_CHOICES:
-            raise UsageError(f"/think {argument}", f"use {', '.join(THINK_CHOICES)}")
+            raise UsageError(f"/think {argument}", f"use {either(THINK_CHOICES)}")
         chat.session.set_think(argument)
     chat.say(f"think: {chat.session.think}")
 
@@ -135,6 +135,7 @@ def _show(chat: Chat, argument: str) -> None:
         ("predict", _predict_text(chat), chat.options.predict.origin),
         ("context", f"{chat.engine.ctx_size:,} tokens", ""),
         ("pool", f"{plan.num_slots:,} slots, {size(plan.pool_bytes)}", ""),
+        ("policy", chat.engine.pool.policy, ""),
         ("prefetch", _prefetch_text(chat), ""),
         ("device", f"{chat.engine.device}, {str(chat.engine.dtype).removeprefix('torch.')}", ""),
     ]

@@ -155,6 +155,11 @@ def bench(
         for pool in dict.fromkeys(pools.split(","))
         for policy, prefetch in _ways(policies, prefetches)
     ]
+    if predictor is not None and not any(option.forecasting for option in options):
+        raise UsageError(
+            f"--predictor {predictor} would not be used",
+            "add --policy forecast or --prefetch full, or leave it out",
+        )
     _check_source(model, shape, prompt_file)
     routing, cases = _routing_and_cases(trace, prompts, gens, depths)
 
@@ -167,9 +172,12 @@ def bench(
 def _ways(policies: str, prefetches: str) -> list[tuple[str, str]]:
     """All policies with all kinds of prefetch; but where there are several, not the pair that is
     refused."""
-    names = dict.fromkeys(policies.split(",")), dict.fromkeys(prefetches.split(","))
-    ways = list(product(*names))
+    ways = list(product(_words(policies), _words(prefetches)))
     return [way for way in ways if way != ("lru", "full")] or ways
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def _check_source(model: str | None, shape: str | None, prompt_file: Path | None) -> None:
@@ -224,14 +232,16 @@ def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> S
 def _run(session: Session, output: str) -> None:
     """Load the weights, then print rows as they come."""
     from contextlib import ExitStack
+    from functools import partial
 
-    from seqmoe_cli.bench.output import FORMATS
+    from seqmoe_cli.bench.output import FORMATS, markdown
 
     plan = session.setups[0].plan
+    lines = partial(markdown, coming=session.coming) if output == "md" else FORMATS[output]
     with ExitStack() as stack:
         with load_progress() as progress:
             loaded = stack.enter_context(session.source.loaded(plan, progress))
         tell = stack.enter_context(status_line())
-        for line in FORMATS[output](session.rows(loaded, tell)):
+        for line in lines(session.rows(loaded, tell)):
             tell.clear()
             print(line, flush=True)

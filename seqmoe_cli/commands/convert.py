@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from seqmoe_cli import paths
 from seqmoe_cli.commands import options
+from seqmoe_cli.errors import PromptError
 
 if TYPE_CHECKING:
     from seqmoe_weights.convert import Conversion
@@ -67,6 +69,7 @@ def convert(
     source, name = resolve_source(src, paths.hf_cache_dir())
     target = dst if dst is not None else paths.models_dir() / name
     conversion = Conversion(source, target, quantize, force)
+    _check_chat(source)
     _describe(conversion)
     try:
         outcome = _run(conversion)
@@ -75,6 +78,19 @@ def convert(
         raise typer.Exit(130) from None
     _note(f"{_ENDS[outcome]}: {target}")
     print(f"seqmoe chat {shlex.quote(str(target))}")
+
+
+def _check_chat(source: Path) -> None:
+    """Refuse now what a chat would refuse later: tokenizer, sampling settings or chat template
+    that cannot be used. A model without a template is no chat model, but can continue texts."""
+    from seqmoe_cli.chat.sampling import checkpoint_settings
+    from seqmoe_cli.chat.template import ChatTemplate
+    from seqmoe_cli.engine.tokenizer import Tokenizer
+
+    Tokenizer.open(source)
+    checkpoint_settings(source)
+    with suppress(PromptError):
+        ChatTemplate.open(source)
 
 
 def _describe(conversion: Conversion) -> None:

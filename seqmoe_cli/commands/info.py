@@ -25,7 +25,7 @@ from seqmoe_cli.commands.options import (
     find_model,
     load_progress,
 )
-from seqmoe_cli.errors import PromptError, ResourceError
+from seqmoe_cli.errors import PackedModelError, PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.settings import EngineOptions
 
 if TYPE_CHECKING:
@@ -52,17 +52,24 @@ def info(
 ) -> None:
     """Show what is resident, what is pooled, the expert record and the memory plan.
 
-    Nothing is loaded. Exits with 1 when the model is unfinished or damaged, or when the plan does
-    not fit this machine; what is known of the model is printed all the same in that last case.
+    Nothing is loaded. Exits with 1 when the model is unfinished or damaged, when its predictor is,
+    or when the plan does not fit this machine; in the last two cases the rest is printed all the
+    same.
     """
     options = engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+    from seqmoe_cli.forecast.stored import predictor_facts
     from seqmoe_weights.packed import PackedModel
 
     packed = PackedModel.open(find_model(model))
     if verify:
         _verify(packed)
     facts = model_facts(packed) | {"verified": verify}
-    refusal = None
+    refusal: SeqmoeError | None = None
+    try:
+        facts["predictor"] = predictor_facts(packed)
+    except PackedModelError as error:
+        facts["predictor"] = {"problem": error.message}
+        refusal = error
     try:
         facts |= {"plan": plan_facts(packed, options)}
     except ResourceError as error:
@@ -84,7 +91,6 @@ def _verify(packed: PackedModel) -> None:
 def model_facts(packed: PackedModel) -> Facts:
     """What is true of the model on any machine."""
     from seqmoe_cli.bench.inventory import count_params, resident_groups
-    from seqmoe_cli.forecast.stored import predictor_facts
 
     config, params = packed.config, count_params(packed.config)
     record_bytes = packed.layout.record_bytes
@@ -119,7 +125,6 @@ def model_facts(packed: PackedModel) -> Facts:
             "bytes": record_bytes,
             "parts": [asdict(part) | {"bytes": part.num_bytes} for part in packed.layout.parts],
         },
-        "predictor": predictor_facts(packed),
         "generation": generation_facts(packed.path),
     }
 
@@ -268,13 +273,17 @@ def _generation_rows(generation: Facts) -> Rows:
 def _predictor_rows(predictor: Facts) -> Rows:
     from seqmoe_weights.files import readable_size as size
 
+    if "problem" in predictor:
+        return [("not usable", predictor["problem"])]
     shape = predictor["shape"]
-    named = f"among {predictor['top'][1]} of a layer"
-    recall = predictor["recall"]["predictor"]
     rows: Rows = [
         ("size", size(predictor["bytes"]), f"width {shape['width']}"),
         ("trained on", f"{predictor['num_tokens']:,} tokens", f"{predictor['passes']:g} passes"),
     ]
+    if "recall" not in predictor:
+        return [*rows, ("recall", "", "not judged: the training was interrupted then")]
+    named = f"among {predictor['top'][1]} of a layer"
+    recall = predictor["recall"]["predictor"]
     return rows + [
         (f"recall, {steps}", f"{100 * shares[1]:.1f} %", named) for steps, shares in recall.items()
     ]

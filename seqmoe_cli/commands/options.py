@@ -13,7 +13,7 @@ import typer
 
 from seqmoe_cli import paths
 from seqmoe_cli.chat.console import is_terminal, make_console
-from seqmoe_cli.errors import PackedModelError, UsageError
+from seqmoe_cli.errors import PackedModelError, SeqmoeError, UsageError, either
 from seqmoe_cli.settings import (
     DEVICES,
     DTYPES,
@@ -26,6 +26,7 @@ from seqmoe_cli.settings import (
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
+    from seqmoe_weights.packed import PackedModel
 
 DEFAULTS = EngineOptions()
 MAX_TOKENS = 10_000_000
@@ -151,8 +152,8 @@ def engine_options(
         check_range("--vram", vram, 0.001, 100_000)
     if prefetch == "full" and policy == "lru":
         raise UsageError(
-            "--prefetch full counts uses, which --policy lru does not",
-            "use --policy decayed or forecast",
+            "--prefetch full lives on counts of uses, and the policy lru counts none",
+            "add --policy decayed or --policy forecast",
         )
     size = PoolSize.parse(pool)
     return EngineOptions(size, device, dtype, ctx_size, vram, verify, policy, prefetch, predictor)
@@ -161,15 +162,25 @@ def engine_options(
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `UsageError` unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise UsageError(f"{flag} {value!r} is not allowed", f"use {' or '.join(allowed)}")
+        raise UsageError(f"{flag} {value!r} is not allowed", f"use {either(allowed)}")
 
 
 def check_output(flag: str, path: Path) -> None:
     """Find out now, not after an hour of work, that a file cannot be written."""
     if path.exists() and not path.is_file():
-        raise UsageError(f"{flag} {path} is no file", "give the name of a file")
+        raise SeqmoeError(f"{flag} {path} is no file", "give the name of a file")
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"{flag} {path}: nothing can be written there", "choose another folder")
+        raise SeqmoeError(f"{flag} {path}: nothing can be written there", "choose another folder")
+
+
+def check_hidden(rank: int, packed: PackedModel) -> None:
+    """Refuse to project a model's hidden states to more dimensions than they have."""
+    if rank > packed.config.hidden_size:
+        raise SeqmoeError(
+            f"--hidden {rank}: the hidden states of {packed.name} have "
+            f"{packed.config.hidden_size:,} dimensions",
+            "use as many or fewer",
+        )
 
 
 def find_model(model: str) -> Path:

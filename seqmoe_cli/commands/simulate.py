@@ -20,6 +20,7 @@ from seqmoe_cli.settings import PoolSize, check_range
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from seqmoe_cli.forecast.stored import StoredPredictor
     from seqmoe_cli.replay.rows import Row
     from seqmoe_cli.replay.study import Assumptions, Foresight, Study
 
@@ -163,6 +164,17 @@ def simulate(
     pools = [_pool(word) for word in dict.fromkeys(pool.split(","))]
     policies = _words("--policy", policy, POLICIES)
     prefetches = _words("--prefetch", prefetch, PREFETCHES)
+    if (forecast == "predictor") != (predictor is not None):
+        raise UsageError(
+            "--forecast predictor and --predictor belong together",
+            "write: --forecast predictor --predictor MODEL",
+        )
+    if predictor is not None and "forecast" not in policies and "full" not in prefetches:
+        raise UsageError(
+            "--forecast predictor would not be used",
+            "add --policy forecast or --prefetch full, or leave it and --predictor out",
+        )
+    stored = None if predictor is None else _predictor(predictor)
     known = Assumptions(
         step_s=1e-3 * step_ms,
         link=Link(
@@ -175,7 +187,7 @@ def simulate(
         rules=Prefetching(in_flight=in_flight, budget=budget, least=least, slack=slack),
         look_ahead=_accuracy(look_ahead),
         forecast=forecast,
-        predictor=_foresight(forecast, predictor),
+        predictor=None if stored is None else _foresight(stored),
         recall=_shares("--recall", recall),
         precision=_shares("--precision", precision) if precision else (),
         rare=rare,
@@ -186,6 +198,8 @@ def simulate(
     )
     studies = _studies(traces, known, prompts, tokens, skip)
     for study in studies:
+        if stored is not None:
+            stored.check_trace(study.part.whole)
         for size in pools:
             study.num_slots(size)
     _print(studies, pools, policies, prefetches, output)
@@ -204,24 +218,22 @@ def _studies(
     return [Study(part, known) for part in parts]
 
 
-def _foresight(forecast: str, source: str | None) -> Foresight | None:
-    """What the trained predictor of a model or a file would say."""
-    if (forecast == "predictor") != (source is not None):
-        raise UsageError(
-            "--forecast predictor and --predictor belong together",
-            "write: --forecast predictor --predictor MODEL",
-        )
-    if source is None:
-        return None
+def _predictor(source: str) -> StoredPredictor:
+    """That of a model or a file."""
     import torch
 
     from seqmoe_cli.commands.options import find_model
-    from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
     from seqmoe_cli.forecast.stored import open_predictor
-    from seqmoe_cli.residency.policies import ONE
 
     path = Path(source)
-    stored = open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))
+    return open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))
+
+
+def _foresight(stored: StoredPredictor) -> Foresight:
+    """What a trained predictor would say."""
+    from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
+    from seqmoe_cli.residency.policies import ONE
+
     return lambda whole, replayed: ForeseenSteps(Foreseen(stored.predictor, whole), replayed, ONE)
 
 

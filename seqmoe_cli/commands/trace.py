@@ -79,6 +79,8 @@ def trace(
     check_flags(sampling)
     if predict is not None:
         check_range("--predict", predict, 1, options.MAX_TOKENS)
+    if hidden is not None:
+        check_range("--hidden", hidden, 1, 2**16)
     options.check_choice("--think", think, THINK_CHOICES)
     settings = options.engine_options(
         pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
@@ -86,9 +88,9 @@ def trace(
     conversations = read_prompts("--prompts", prompts)
     options.check_output("-o", output)
     folder = options.find_model(model)
-    config = PackedModel.open(folder).config
-    if hidden is not None:
-        check_range("--hidden", hidden, 1, config.hidden_size)
+    packed = PackedModel.open(folder)
+    config = packed.config
+    options.check_hidden(hidden or 0, packed)
     interview = Interview(
         ChatTemplate.open(folder),
         Tokenizer.open(folder),
@@ -99,7 +101,11 @@ def trace(
     )
     interview.check(conversations)
     recorder = TraceRecorder(
-        folder.resolve().name, config, weights=weights, hidden_rank=hidden or 0
+        packed.name,
+        config,
+        weights=weights,
+        hidden_rank=hidden or 0,
+        weights_sha256=packed.weights_sha256,
     )
     with options.opened_engine(folder, settings) as engine:
         if is_terminal(sys.stderr):

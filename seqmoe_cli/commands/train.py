@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,11 @@ _Hidden = Annotated[
 ]
 _Checkpoint = Annotated[
     Path | None,
-    flag("--checkpoint", metavar="FILE", help="Save the training there, or go on from it."),
+    flag(
+        "--checkpoint",
+        metavar="FILE",
+        help="Save the training there, up to 0.5 GB, or go on from it.",
+    ),
 ]
 _Record = Annotated[
     Path | None, flag("--record", metavar="OUT", help="Keep the trace of its own text.")
@@ -101,10 +106,11 @@ def train(
     check_range("--width", width, 16, 4096)
     if width % 16:
         raise UsageError(f"--width {width} is no multiple of 16", f"use {width // 16 * 16}")
-    check_range("--hidden", hidden, 0, 4096)
+    check_range("--hidden", hidden, 0, 2**16)
     if model is None and not (trace and output):
         raise UsageError("no MODEL is given", "give one, or both --trace and -o")
-    for name, path in (("-o", output), ("--record", record), ("--held-out", held_out)):
+    files = {"-o": output, "--record": record, "--held-out": held_out, "--checkpoint": checkpoint}
+    for name, path in files.items():
         if path is not None:
             options.check_output(name, path)
     from seqmoe_cli.engine.device import choose_placement
@@ -112,7 +118,10 @@ def train(
 
     packed = _open(model)
     place = choose_placement(settings).device
-    whole = _traces(trace) if trace else _own_text(packed, settings, tokens, hidden, seed or 0)
+    if trace:
+        whole = _traces(trace, hidden)
+    else:
+        whole = _own_text(packed, settings, tokens, hidden, seed or 0)
     if record:
         whole.save(record)
     learned, judged = divide(whole)
@@ -122,6 +131,8 @@ def train(
     plan = _plan(minutes, passes, seed or 0, place)
     predictor, done = _train(predictor, packed, (learned, judged), plan, checkpoint)
     facts: dict[str, Any] = {
+        "model": packed.name if packed else whole.model,
+        "weights_sha256": packed.weights_sha256 if packed else whole.weights_sha256,
         "num_tokens": len(learned),
         "text": trace or [f"{packed.name if packed else ''}'s own text"],
         "passes": round(done.passes, 2),
@@ -141,11 +152,21 @@ def _open(model: str | None) -> PackedModel | None:
     return PackedModel.open(options.find_model(model)) if model else None
 
 
-def _traces(names: list[str]) -> Trace:
+def _traces(names: list[str], hidden: int) -> Trace:
+    """All of them, with hidden states only if they are asked for: an engine has none to show."""
     from seqmoe_cli.forecast.corpus import joined
     from seqmoe_cli.forecast.shipped import open_trace
 
-    return joined([open_trace(name) for name in names])
+    whole = joined([open_trace(name) for name in names])
+    if not hidden:
+        return replace(whole, hidden=None, projection=None, projection_seed=None)
+    rank = 0 if whole.hidden is None else whole.hidden.shape[1]
+    if rank != hidden:
+        raise SeqmoeError(
+            f"--hidden {hidden}: the hidden states in the traces have {rank} dimensions",
+            f"record them with seqmoe trace --hidden {hidden}, or leave it out",
+        )
+    return whole
 
 
 def _own_text(
@@ -162,9 +183,10 @@ def _own_text(
     folder = packed.path
     template, tokenizer = ChatTemplate.open(folder), Tokenizer.open(folder)
     sampling = SamplingSettings({}, checkpoint_settings(folder)).params
-    if hidden:
-        check_range("--hidden", hidden, 1, packed.config.hidden_size)
-    recorder = TraceRecorder(packed.name, packed.config, hidden_rank=hidden)
+    options.check_hidden(hidden, packed)
+    recorder = TraceRecorder(
+        packed.name, packed.config, hidden_rank=hidden, weights_sha256=packed.weights_sha256
+    )
     with options.opened_engine(folder, settings) as engine, _bar("own text") as tell:
         text = OwnText(engine, template, tokenizer, sampling)
         return text.trace(recorder, tokens, seed, lambda done: tell(done / tokens, f"{done:,}"))
@@ -183,8 +205,14 @@ def _new_predictor(
             trace, config.num_hidden_layers, config.num_experts, config.num_experts_per_tok,
             f"{packed.name} has",
         )  # fmt: skip
+        if trace.weights_sha256 not in (None, packed.weights_sha256):
+            raise SeqmoeError(
+                f"the trace is of the weights of {trace.model}, which are not those of "
+                f"{packed.name}",
+                "give a trace of the same model",
+            )
         if vocab_size > config.vocab_size:
-            raise UsageError(
+            raise SeqmoeError(
                 f"the trace has the token id {vocab_size - 1}, {packed.name} only "
                 f"{config.vocab_size:,} tokens",
                 "give a trace of the same model",

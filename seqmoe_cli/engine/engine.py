@@ -115,6 +115,7 @@ class Engine:
         if plan.foresees:
             config = model.config
             stored = predictor_for(options, path, config, model.name, config.vocab_size)
+            stored.check_model(model.name, model.weights_sha256)
             predictor = stored.predictor
         pin = plan.device.type == "cuda"
         store = HostStore.load(model, pin, lambda done, total: report("experts", done, total))

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqmoe_cli.errors import SeqmoeError, UsageError
+from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.predictor import HALF_LIVES, WINDOWS, Inputs
 from seqmoe_cli.forecast.trace import DECODE, Trace
 
@@ -130,7 +130,7 @@ class Corpus:
 
 def divide(trace: Trace) -> tuple[Trace, Trace]:
     """What is learned from, and what is held out: the last tenth of the sequences, or of a single
-    one its last quarter. Raises `UsageError` for a trace that is too short for that."""
+    one its last quarter. Raises `SeqmoeError` for a trace that is too short for that."""
     names, place = np.unique(trace.sequence, return_inverse=True)
     if len(names) > 1:
         held = place >= len(names) - max(len(names) // HELD_OUT, 1)
@@ -139,7 +139,7 @@ def divide(trace: Trace) -> tuple[Trace, Trace]:
     learned, kept = trace.select(~held), trace.select(held)
     for part in (learned, kept):
         if int((part.phase == DECODE).sum()) <= SPAN:
-            raise UsageError(
+            raise SeqmoeError(
                 f"{len(trace):,} tokens of {trace.model} are too few to learn from",
                 "record more: answers are learned from, not prompts",
             )
@@ -148,11 +148,14 @@ def divide(trace: Trace) -> tuple[Trace, Trace]:
 
 def joined(traces: Sequence[Trace]) -> Trace:
     """One trace of several of the same model; what not all of them have is left out. Raises
-    `UsageError` when their shapes differ."""
+    `SeqmoeError` when their shapes or weights differ."""
     shapes = {(trace.num_layers, trace.num_experts, trace.top_k) for trace in traces}
     if len(shapes) > 1:
-        raise UsageError("the traces are of models of different shapes", "give those of one model")
-    columns: dict[str, Any] = {}
+        raise SeqmoeError("the traces are of models of different shapes", "give those of one model")
+    known = {trace.weights_sha256 for trace in traces} - {None}
+    if len(known) > 1:
+        raise SeqmoeError("the traces are of different models", "give those of one model")
+    columns: dict[str, Any] = {"weights_sha256": next(iter(known), None)}
     for name in ("token_ids", "hidden"):
         parts = [getattr(trace, name) for trace in traces]
         whole = all(part is not None for part in parts) and len({p.shape[1:] for p in parts}) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.corpus import Corpus, check_shape
 from seqmoe_cli.forecast.predictor import Predictor, expected_uses
 from seqmoe_cli.forecast.trace import Trace
@@ -19,16 +19,11 @@ _BLOCK = 64  # steps evaluated at once
 class Foreseen:
     """Goes through the sequences from their first tokens on, each with a fresh state.
 
-    Raises `SeqmoeError` for a trace of another shape, `UsageError` for one without the token ids or
-    hidden states that the predictor was trained with.
+    Raises what `check_trace` does.
     """
 
     def __init__(self, predictor: Predictor, trace: Trace) -> None:
-        shape = predictor.shape
-        check_shape(
-            trace, shape.num_layers, shape.num_experts, shape.top_k, "the predictor is for one of"
-        )
-        check_inputs(predictor, trace)
+        check_trace(predictor, trace)
         self._predictor = predictor.eval()
         self._corpus = Corpus(trace, predictor.base.device)
 
@@ -60,23 +55,27 @@ class ForeseenSteps:
         return np.asarray(np.rint(expected), np.int64)
 
 
-def check_inputs(predictor: Predictor, trace: Trace) -> None:
-    """Raise `UsageError` for a trace without what the predictor was trained with."""
+def check_trace(predictor: Predictor, trace: Trace) -> None:
+    """Raise `SeqmoeError` for a trace of another shape, or one without the token ids or hidden
+    states that the predictor was trained with."""
     shape = predictor.shape
+    check_shape(
+        trace, shape.num_layers, shape.num_experts, shape.top_k, "the predictor is for one of"
+    )
     hint = "record the trace with the model that the predictor is for"
     if shape.vocab_size and trace.token_ids is None:
-        raise UsageError(f"the trace of {trace.model} has no token ids", hint)
+        raise SeqmoeError(f"the trace of {trace.model} has no token ids", hint)
     if shape.vocab_size and trace.token_ids is not None:
         largest = int(trace.token_ids.max(initial=0))
         if largest >= shape.vocab_size:
-            raise UsageError(
+            raise SeqmoeError(
                 f"the trace of {trace.model} has the token id {largest}, the predictor knows "
                 f"{shape.vocab_size:,}",
                 hint,
             )
     rank = 0 if trace.hidden is None else trace.hidden.shape[1]
     if shape.hidden_rank and rank != shape.hidden_rank:
-        raise UsageError(
+        raise SeqmoeError(
             f"the trace of {trace.model} has hidden states of {rank} dimensions, the predictor "
             f"wants {shape.hidden_rank}",
             f"record it with --hidden {shape.hidden_rank}",

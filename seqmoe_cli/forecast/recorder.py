@@ -19,13 +19,20 @@ class TraceRecorder:
     """Given to `Engine.record`. A forward counts when it is evaluated to its end.
 
     `weights` keeps the routing weights; `hidden_rank` R > 0 keeps the output of the final norm,
-    which is what the head reads, projected to R dimensions.
+    which is what the head reads, projected to R dimensions. `weights_sha256` is that of the
+    `PackedModel`, if there is one.
     """
 
     def __init__(
-        self, model: str, config: ModelConfig, *, weights: bool = False, hidden_rank: int = 0
+        self,
+        model: str,
+        config: ModelConfig,
+        *,
+        weights: bool = False,
+        hidden_rank: int = 0,
+        weights_sha256: str | None = None,
     ) -> None:
-        self._model, self._config = model, config
+        self._model, self._config, self._weights_sha256 = model, config, weights_sha256
         self._keep_weights = weights
         self._projection = projection(config.hidden_size, hidden_rank) if hidden_rank else None
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -66,6 +73,7 @@ class TraceRecorder:
     def trace(self) -> Trace:
         """All that was recorded; there must be at least one token."""
         columns: dict[str, Any] = {k: np.concatenate(v) for k, v in self._columns.items()}
+        columns["weights_sha256"] = self._weights_sha256
         if self._projection is not None:
             columns |= {"projection": self._projection, "projection_seed": PROJECTION_SEED}
         return Trace(self._model, self._config.family, self._config.num_experts, **columns)

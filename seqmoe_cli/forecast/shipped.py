@@ -6,7 +6,6 @@ import lzma
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.importers import read_delta_npy, read_route_csv, unpacked
 from seqmoe_cli.forecast.trace import Trace, TraceError
 
@@ -20,14 +19,14 @@ def open_trace(source: str | Path) -> Trace:
     delta-coded array of numpy; the last two may be compressed with xz. The content decides, not the
     name; a file called like a shipped trace is opened as `./qwen3`.
 
-    Raises `UsageError` for a file that is not there, `TraceError` for one that holds no trace.
+    Raises `TraceError` for a file that is not there or holds no trace.
     """
     if source in SHIPPED:
         with as_file(files("seqmoe_cli").joinpath("data", f"{source}.trace")) as path:
             return Trace.load(path)
     path = Path(source)
     if not str(source) or not path.exists():
-        raise UsageError(
+        raise TraceError(
             f"there is no trace {str(source)!r}",
             f"give a file, or a trace that comes with seqmoe: {', '.join(SHIPPED)}",
         )

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from seqmoe_cli.errors import PackedModelError, SeqmoeError
+from seqmoe_cli.forecast.foreseen import check_trace
 from seqmoe_cli.forecast.predictor import FORMAT, FORMAT_VERSION, Predictor, PredictorShape
+from seqmoe_cli.forecast.trace import Trace
 from seqmoe_weights.attachment import attach_predictor, from_bytes, to_bytes
 from seqmoe_weights.files import replacing
 from seqmoe_weights.packed import PackedModel
@@ -22,10 +24,26 @@ _HINT = "train it again: seqmoe train MODEL"
 
 @dataclass(frozen=True)
 class StoredPredictor:
-    """`facts` say what it was trained on and what came of it: numbers, texts, lists."""
+    """`facts` say what it was trained for and on and what came of it: numbers, texts, lists."""
 
     predictor: Predictor
     facts: dict[str, Any]
+
+    def check_model(self, of: str, weights_sha256: str | None) -> None:
+        """Raise `SeqmoeError` if it was trained for other weights; where either is not known, there
+        is nothing to compare. `of` says whose the weights are."""
+        trained = self.facts.get("weights_sha256")
+        if None not in (trained, weights_sha256) and trained != weights_sha256:
+            raise SeqmoeError(
+                f"the predictor was trained for the weights of {self.facts.get('model')}, which "
+                f"are not those of {of}",
+                "train one for them: seqmoe train MODEL",
+            )
+
+    def check_trace(self, trace: Trace) -> None:
+        """Raise `SeqmoeError` for a trace of other weights, or one that it cannot foresee."""
+        self.check_model(f"{trace.model} in the trace", trace.weights_sha256)
+        check_trace(self.predictor, trace)
 
     def save(self, path: Path) -> int:
         """Write a file, whole or not at all, and return its size in bytes."""
@@ -104,8 +122,9 @@ def _head(source: Path, metadata: dict[str, str]) -> tuple[PredictorShape, dict[
             raise ValueError("it was not written by seqmoe")
         if metadata["format_version"] != str(FORMAT_VERSION):
             raise ValueError(f"format version {metadata['format_version']} is not supported")
-        return PredictorShape.from_dict(json.loads(metadata["shape"])), json.loads(
-            metadata["facts"]
-        )
+        facts = json.loads(metadata["facts"])
+        if not isinstance(facts, dict):
+            raise ValueError("its facts are no object")
+        return PredictorShape.from_dict(json.loads(metadata["shape"])), facts
     except (KeyError, ValueError, TypeError) as error:
         raise PackedModelError(f"the predictor of {source} is of no use: {error}", _HINT) from error

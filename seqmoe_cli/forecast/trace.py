@@ -20,7 +20,13 @@ from seqmoe_weights.files import PART_SUFFIX, replacing
 
 FORMAT, FORMAT_VERSION = "seqmoe-trace", 1
 PREFILL, DECODE = 0, 1  # values of Trace.phase
-_SCALARS = {"model": str, "family": str, "num_experts": int, "projection_seed": int}
+_SCALARS = {
+    "model": str,
+    "family": str,
+    "num_experts": int,
+    "projection_seed": int,
+    "weights_sha256": str,
+}
 _REQUIRED = ("model", "family", "num_experts", "experts", "sequence", "phase")
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, RuntimeError)
 
@@ -50,6 +56,7 @@ class Trace:
     hidden: NDArray[np.float16] | None = None  # [T, R]: final norm's output times `projection`
     projection: NDArray[np.float32] | None = None  # [hidden size, R], orthonormal columns
     projection_seed: int | None = None
+    weights_sha256: str | None = None  # of the model, see `PackedModel`
 
     def __post_init__(self) -> None:
         problem = _problem(self)

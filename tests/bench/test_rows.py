@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.bench.output import FORMATS
+from seqmoe_cli.bench.output import FORMATS, markdown
 from seqmoe_cli.bench.rows import Breakdown, Row, Sample, Setting, make_row
 from seqmoe_cli.engine.stats import StepStats
 
@@ -167,6 +167,16 @@ def test_markdown_aligns_text_left_and_numbers_right() -> None:
     under = "\n".join(lines[4:])
     assert "random" not in "\n".join(lines) and "routing" not in under
     assert "greedy" in under and "abc1234" in under and "no usable CUDA device" in under
+
+
+def test_rows_printed_as_they_come_stay_in_line() -> None:
+    """A later pool and a later test have longer names than the first."""
+    later = replace(SETTING, policy="forecast", prefetch="lookahead")
+    long = make_row(later, Case(0, 128, 131072, 1), "warm", "", SAMPLES)
+    coming = {"pool": ["45%", "45% forecast lookahead"], "test": ["pp8", long.test]}
+    lines = list(markdown([*rows(), long], coming))[:5]
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines}) == 1
+    assert "| 45% forecast lookahead |" in lines[4] and "| tg128 @ d131072 |" in lines[4]
 
 
 def test_markdown_shows_where_the_time_goes() -> None:

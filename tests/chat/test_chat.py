@@ -269,7 +269,7 @@ def test_think(talk: Talk, session: Session) -> None:
     assert talk.run("/think") == "think: auto\n"
     assert talk.run("/think off") == "think: off\n"
     assert session.think == "off"
-    assert "use auto, on, off" in talk.run("/think perhaps")
+    assert "use auto, on or off" in talk.run("/think perhaps")
     assert session.think == "off"
 
 
@@ -324,6 +324,7 @@ def test_trust_in_the_predictor_is_in_stats(
     foreseeing = Talk(engine, Session(session.template, session.tokenizer, 256))
     foreseeing.ask("hi")
     assert foreseeing.answers == talk.answers
+    assert re.search(r"^policy +forecast *$", foreseeing.run("/show"), re.M)
     line = foreseeing.run("/stats").splitlines()[-1]
     shares = re.fullmatch(r"the predictor is trusted (.*)% for the steps 1/2/3-4/5-8 ahead", line)
     assert shares and all(0 <= int(share) <= 100 for share in shares[1].split("%/"))

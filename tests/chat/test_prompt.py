@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.chat.prompt import Question, Sources, read_question
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import PromptError, UsageError
 
 UseStdin = Callable[..., None]
 
@@ -79,7 +79,7 @@ def test_system_prompt(stdin: UseStdin, tmp_path: Path) -> None:
     file.write_text("Be brief.\n")
     assert read_question(Sources(prompt="x", system_file=str(file))).system == "Be brief."
     file.write_text("\n")
-    with pytest.raises(UsageError, match=r"--system-file \S+ is empty"):
+    with pytest.raises(PromptError, match=r"--system-file \S+ is empty"):
         read_question(Sources(prompt="x", system_file=str(file)))
 
 
@@ -101,7 +101,7 @@ def test_flags_that_exclude_each_other(stdin: UseStdin, sources: Sources) -> Non
 
 def test_unreadable_text(stdin: UseStdin, tmp_path: Path) -> None:
     def refused(**flags: str) -> str:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(PromptError) as caught:
             read_question(Sources(**flags))  # type: ignore[arg-type]
         return caught.value.message
 
@@ -159,5 +159,5 @@ def test_messages(stdin: UseStdin, tmp_path: Path) -> None:
 def test_malformed_messages(stdin: UseStdin, tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "m.json"
     file.write_text(content)
-    with pytest.raises(UsageError, match=rf"--messages {file}.*{message}"):
+    with pytest.raises(PromptError, match=rf"--messages {file}.*{message}"):
         read_question(Sources(messages=str(file)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from seqmoe_cli.chat.prompt_file import read_prompts
-from seqmoe_cli.errors import UsageError
+from seqmoe_cli.errors import PromptError
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
@@ -54,7 +54,7 @@ def test_every_form(name: str, tmp_path: Path) -> None:
 def test_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(PromptError) as error:
         read_prompts("--prompts", str(path))
     assert words in error.value.message and error.value.hint
     assert error.value.message.startswith(f"--prompts {path}")
@@ -63,7 +63,7 @@ def test_refused(text: str, words: str, tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('"a"\n\n{"b": \n')
-    with pytest.raises(UsageError, match=r"p.jsonl: line 3 is not JSON"):
+    with pytest.raises(PromptError, match=r"p.jsonl: line 3 is not JSON"):
         read_prompts("--prompts", str(path))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(PromptError, match="cannot be read"):
         read_prompts("--prompts", str(tmp_path / "missing"))

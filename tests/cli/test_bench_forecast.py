@@ -55,13 +55,22 @@ def test_every_way_beside_the_others(
     assert main([*argv, "--predictor", str(files["predictor"])]) == 0
     out = capsys.readouterr().out
     assert "45% forecast full" in out and f"predictor: {note}" in out
+    table = out.splitlines()[:6]  # head, rule, the four rows
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in table}) == 1
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "names"),
     [
         (["--policy", "forecast"], 2, ["--policy forecast needs a predictor", "--predictor FILE"]),
-        (["--policy", "lru", "--prefetch", "full"], 2, ["--prefetch full", "decayed or forecast"]),
+        (["--policy", "lru", "--prefetch", "full"], 2, ["--prefetch full", "add --policy decayed"]),
+        (
+            ["--predictor", "p", "--policy", "lru,decayed"],
+            2,
+            ["--predictor p", "--policy forecast"],
+        ),
+        (["--pool", "all", "--policy", "forecast", "--predictor", "p"], 1, ["smaller --pool"]),
+        (["--policy", "lru, fifo"], 2, ["--policy 'fifo'", "use lru, decayed or forecast"]),
         (["--policy", "forecast", "--predictor", "nowhere"], 1, ["cannot read nowhere"]),
     ],
 )
@@ -81,5 +90,5 @@ def test_a_trace_without_what_the_predictor_wants(
     bare.save(tmp_path / "bare")
     argv = ["bench", "--shape", "tiny", *CPU, "--trace", str(tmp_path / "bare"), "--pool", "45%"]
     argv += ["--policy", "forecast", "--predictor", str(files["predictor"])]
-    assert main(argv) == 2
+    assert main(argv) == 1
     assert "has no token ids" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_no_prompt(refused: Refused) -> None:
     assert "there is no prompt" in refused("--json")
     assert "there is no prompt" in refused("-p", "")
     assert "--raw" in refused("--raw", "-s", "x", "-p", "y")
-    assert "--file" in refused("-f", "/no/such/file")
+    assert "--file" in refused("-f", "/no/such/file", code=1)
     assert "no such option" in refused("--no-such-flag", "-p", "x").lower()
 
 

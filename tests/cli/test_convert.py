@@ -65,6 +65,33 @@ def test_again_says_that_nothing_is_to_be_done(
     assert contents(tmp_path / "packed") == before
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("generation_config.json", "{", "not valid JSON"),
+        ("generation_config.json", '{"temperature": -1}', "temperature -1.0 is out of range"),
+        ("chat_template.jinja", "{% for message in messages %}", "malformed at line 1"),
+        ("tokenizer_config.json", '{"chat_template": 7}', "holds no text"),
+        ("tokenizer.json", '{"model": {"type": "other"}}', "cannot be read"),
+    ],
+)
+def test_what_would_be_no_chat_is_refused(
+    name: str, content: str, said: str, tmp_path: Path, checkpoint: Checkpoint, capsys: Captured
+) -> None:
+    source = Path(shutil.copytree(checkpoint("olmoe"), tmp_path / "source"))
+    (source / name).write_text(content)
+    assert main(["convert", str(source), str(tmp_path / "packed")]) == 1
+    out, err = capsys.readouterr()
+    assert not out and name in err and said in err and len(err.splitlines()) == 2
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_model_without_a_template_is_converted(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    source = Path(shutil.copytree(checkpoint("olmoe"), tmp_path / "source"))
+    (source / "tokenizer_config.json").unlink()
+    assert main(["convert", str(source), str(tmp_path / "packed")]) == 0
+
+
 def test_damage_is_repaired_and_told(
     tmp_path: Path, checkpoint: Checkpoint, capsys: Captured
 ) -> None:

@@ -123,7 +123,7 @@ def test_on_a_terminal(small: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["qwen4"], 2, "qwen4"),
+        (["qwen4"], 1, "qwen4"),
         (["qwen3", "--pool", "auto"], 2, "--pool"),
         (["qwen3", "--pool", "5slots"], 2, "6 experts"),
         (["qwen3", "--policy", "lru,best"], 2, "best"),

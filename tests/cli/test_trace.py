@@ -150,13 +150,13 @@ def test_ctrl_c_leaves_the_old_file(endless: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"--prompts": "/no/such/file"}, 2, "--prompts /no/such/file"),
-        ({"-o": "."}, 2, "-o . is no file"),
-        ({"-o": "/dev/null"}, 2, "-o /dev/null is no file"),
-        ({"-o": "/no/such/folder/x"}, 2, "/no/such/folder/x"),
+        ({"--prompts": "/no/such/file"}, 1, "--prompts /no/such/file"),
+        ({"-o": "."}, 1, "-o . is no file"),
+        ({"-o": "/dev/null"}, 1, "-o /dev/null is no file"),
+        ({"-o": "/no/such/folder/x"}, 1, "/no/such/folder/x"),
         ({"-n": "0"}, 2, "--predict 0"),
         ({"--temp": "-1"}, 2, "--temp -1"),
-        ({"--hidden": "129"}, 2, "--hidden 129"),
+        ({"--hidden": "129"}, 1, "--hidden 129"),
         ({"--hidden": "0"}, 2, "--hidden 0"),
         ({"--think": "maybe"}, 2, "--think 'maybe'"),
         ({"--pool": "lots"}, 2, "--pool"),

@@ -7,22 +7,27 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from seqmoe_cli.chat.own_text import OwnText
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.recorder import TraceRecorder
+from seqmoe_cli.forecast.stored import open_predictor
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
 from seqmoe_cli.settings import EngineOptions, SamplingParams
+from seqmoe_weights.convert import convert
 from seqmoe_weights.packed import PackedModel
 from tests.chat.models import endless_model
 from tests.chat.screen import Program
+from tests.checkpoints import packed_model
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
 QUICK = ["--width", "16", "--passes", "1"]
@@ -148,16 +153,76 @@ def test_a_damaged_one_is_refused(
     data = bytearray((model / name).read_bytes())
     data[-1] ^= 1
     (model / name).write_bytes(data)
-    for argv in (
-        ["info", str(model), *CPU],
-        ["simulate", str(own), "--forecast", "predictor", "--predictor", str(model)],
-    ):
-        assert main(argv) == 1
+    assert main(["simulate", str(own), "--forecast", "predictor", "--predictor", str(model)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and name in err and len(err.splitlines()) == 2
+    for form in ([], ["--json"]):  # all that is not damaged is shown
+        assert main(["info", str(model), *CPU, *form]) == 1
         out, err = capsys.readouterr()
-        assert out == "" and name in err and len(err.splitlines()) == 2
+        assert name in err and len(err.splitlines()) == 2
+        assert name in out and "head" in out and "host memory: all expert records" in out
+    assert "wrong SHA-256" in json.loads(out)["predictor"]["problem"]
     Engine.open(model, EngineOptions(device="cpu", ctx_size=64)).close()  # it needs none
     run(capsys, "train", model, "--trace", own, *CPU, *QUICK)
     assert "recall, step 1" in run(capsys, "info", model, *CPU)
+
+
+def test_one_that_was_not_judged(
+    model: Path, own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while it is judged, it is there all the same."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("seqmoe_cli.commands.train._judge", interrupted)
+        assert main(["train", str(model), "--trace", str(own), *CPU, *QUICK]) == 130
+    assert "not judged" in run(capsys, "info", model, *CPU)
+
+
+def test_hidden_states_only_if_asked_for(
+    endless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, trace, file = (tmp_path / name for name in ("prompts", "trace", "p"))
+    prompts.write_text('["Hello", "And then?", "Why"]')
+    record = ["trace", endless, "--prompts", prompts, "-n", "20", "--hidden", "4", "-o", trace]
+    run(capsys, *record, *CPU)
+    train = ["train", "--trace", trace, "-o", file, *CPU, *QUICK]
+    for flags, rank in (([], 0), (["--hidden", "4"], 4)):
+        run(capsys, *train, *flags)
+        assert open_predictor(file, torch.device("cpu")).predictor.shape.hidden_rank == rank
+    assert main([str(word) for word in [*train, "--hidden", "5"]]) == 1
+    assert "--hidden 5" in capsys.readouterr().err
+
+
+def test_it_belongs_to_the_weights(
+    endless: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another model of the same shape it is refused; packed in another way, the same model can
+    have it."""
+    source, file = endless.parent / "checkpoint", tmp_path / "p"
+    again = tmp_path / "again"
+    convert(source, again, "fp8", False)
+    other = packed_model(tmp_path, "qwen3_moe", seed=1, max_position_embeddings=32768)
+    run(capsys, "train", "--trace", own, "-o", file, *CPU, *QUICK)
+    bench = ["bench", "-p", "0", "-n", "2", "-r", "1", "--no-warmup", "--pool", "50%", *CPU]
+    bench += ["--policy", "forecast", "--predictor", file]
+    run(capsys, *bench, endless)
+    run(capsys, *bench, again)
+    simulate = ["simulate", "--pool", "50%", "--policy", "lru,forecast", "--forecast", "predictor"]
+    strange = tmp_path / "strange"
+    replace(Trace.load(own), weights_sha256="0" * 64).save(strange)
+    for argv in (
+        [*bench, other],
+        ["train", other, "--trace", own, *CPU, *QUICK],
+        [*simulate, strange, "--predictor", file],
+        ["train", "--trace", own, "--trace", strange, "-o", tmp_path / "q", *CPU, *QUICK],
+    ):
+        assert main([str(word) for word in argv]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 2, err
+        assert "the weights of" in err or "different models" in err
 
 
 def test_on_a_terminal(own: Path, tmp_path: Path) -> None:
@@ -177,10 +242,10 @@ def test_on_a_terminal(own: Path, tmp_path: Path) -> None:
         (["MODEL", "--width", "8"], 2, "--width 8"),
         (["MODEL", "--tokens", "1"], 2, "--tokens 1"),
         (["MODEL", "--minutes", "0"], 2, "--minutes 0"),
-        (["MODEL", "-o", "/no/such/folder/x"], 2, "/no/such/folder/x"),
+        (["MODEL", "-o", "/no/such/folder/x"], 1, "/no/such/folder/x"),
         (["MODEL", "--trace", "qwen3"], 1, "48 layers of 128 experts"),
-        (["MODEL", "--trace", "/no/such/file"], 2, "/no/such/file"),
-        (["MODEL", "--hidden", "999"], 2, "--hidden 999"),
+        (["MODEL", "--trace", "/no/such/file"], 1, "/no/such/file"),
+        (["MODEL", "--hidden", "999"], 1, "--hidden 999"),
         (["MODEL", "-c", "20"], 1, "no answer"),
         (["/no/such/model"], 1, "/no/such/model"),
     ],
@@ -192,6 +257,14 @@ def test_refused(
     assert main(["train", *argv, *CPU]) == code
     out, err = capsys.readouterr()
     assert out == "" and words in err and len(err.splitlines()) <= 2
+
+
+def test_simulate_refuses_a_predictor_that_nothing_uses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["simulate", "qwen3", "--forecast", "predictor", "--predictor", "x", "--policy", "lru"]
+    assert main(argv) == 2
+    assert "would not be used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

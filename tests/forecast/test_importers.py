@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.importers import read_delta_npy, read_route_csv
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import TraceError
@@ -158,7 +157,7 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
             open_trace(tmp_path / name)
     with pytest.raises(TraceError):
         open_trace(tmp_path)
-    with pytest.raises(UsageError, match="'qwen4'"):
+    with pytest.raises(TraceError, match="'qwen4'"):
         open_trace("qwen4")
 
 

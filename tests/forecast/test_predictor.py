@@ -3,13 +3,14 @@ the trace says, training goes on where it was, and it finds what counting cannot
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from seqmoe_cli.errors import SeqmoeError, UsageError
+from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.beginning import begin
 from seqmoe_cli.forecast.corpus import Corpus, divide, joined
 from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
@@ -215,9 +216,13 @@ def test_division_and_joining() -> None:
     both = joined([held_out, learned])
     assert both.num_sequences == 20 and len(both) == len(trace)
     assert (both.experts[:60] == held_out.experts).all()
-    with pytest.raises(UsageError, match="different shapes"):
+    sums = [replace(trace, weights_sha256=sha256) for sha256 in ("a", "b")]
+    assert joined([trace, sums[0], sums[0]]).weights_sha256 == "a"
+    with pytest.raises(SeqmoeError, match="different models"):
+        joined([sums[0], trace, sums[1]])
+    with pytest.raises(SeqmoeError, match="different shapes"):
         joined([trace, Trace("x", "none", 8, trace.experts[:, :2], trace.sequence, trace.phase)])
-    with pytest.raises(UsageError, match="too few"):
+    with pytest.raises(SeqmoeError, match="too few"):
         divide(trace.select(np.arange(len(trace)) < 12))
 
 

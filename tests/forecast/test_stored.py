@@ -31,6 +31,18 @@ def test_it_says_the_same_again(tmp_path: Path) -> None:
     assert torch.equal(one, two)
 
 
+def test_it_knows_its_weights() -> None:
+    """What was stored without them, or is asked about others that are not known, is accepted."""
+    predictor = random_predictor(small_shape())
+    facts = {"model": "mine", "weights_sha256": "a"}
+    StoredPredictor(predictor, facts).check_model("mine", "a")
+    StoredPredictor(predictor, facts).check_model("random", None)
+    StoredPredictor(predictor, {}).check_model("yours", "b")
+    with pytest.raises(SeqmoeError, match=r"weights of mine, .* not those of yours") as refused:
+        StoredPredictor(predictor, facts).check_model("yours", "b")
+    assert "seqmoe train" in refused.value.hint
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -38,6 +50,7 @@ def test_it_says_the_same_again(tmp_path: Path) -> None:
         ({"format_version": "2"}, "format version 2"),
         ({"shape": "{}"}, "sizes"),
         ({"facts": "{"}, "of no use"),
+        ({"facts": "[]"}, "no object"),
     ],
 )
 def test_others_are_refused(tmp_path: Path, change: dict[str, str], words: str) -> None:

@@ -34,6 +34,7 @@ def make_trace(width: int = EXPERTS, **changes: Any) -> Trace:
         "hidden": rng.random((TOKENS, RANK)).astype(np.float16),
         "projection": rng.random((HIDDEN, RANK), np.float32),
         "projection_seed": 0,
+        "weights_sha256": "ab12",
     }
     return Trace(**(values | changes))
 
@@ -51,7 +52,7 @@ def same(a: Trace, b: Trace) -> bool:
 @pytest.mark.parametrize("num_experts", [8, 256, 257])
 def test_comes_back_as_it_was(tmp_path: Path, num_experts: int) -> None:
     whole = make_trace(num_experts)
-    optional = ("token_ids", "weights", "hidden", "projection", "projection_seed")
+    optional = ("token_ids", "weights", "hidden", "projection", "projection_seed", "weights_sha256")
     for trace in (whole, without(whole, *optional)):
         num_bytes = trace.save(tmp_path / "a b.trace")
         assert num_bytes == (tmp_path / "a b.trace").stat().st_size

@@ -81,7 +81,7 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
 
     rms_norm_triton(real(1, HIDDEN), real(HIDDEN), 1e-6)
     position = tensor(1, dtype=torch.int64)
-    rotary_triton(real(1, 32, 128), position, f32(64), real(128), 1e-6)
+    rotary_triton(real(1, 32, 128), position, f32(64))
     route_triton(real(1, 128), TOP_K, True)
     combine_triton(f32(1, TOP_K, HIDDEN), f32(1, TOP_K), dtype)
     state = real(4096, 4, 128)

@@ -91,12 +91,9 @@ def expected_of(step: Step) -> torch.Tensor:
     _, kv_heads, dim = step.keys.shape
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None and weight.numel() > dim:
-            x = rms_norm_reference(x, weight, step.rotation.eps)
-            weight = None
-        heads = x.view(1, -1, dim)
-        inv_freq, eps = step.rotation.inv_freq, step.rotation.eps
-        return rotary_reference(heads, step.position, inv_freq, weight, eps)
+        if weight is not None:
+            x = rms_norm_reference(x.view(-1, len(weight)), weight, step.rotation.eps)
+        return rotary_reference(x.view(1, -1, dim), step.position, step.rotation.inv_freq)
 
     q, k = rotated(step.q, step.rotation.q_norm), rotated(step.k, step.rotation.k_norm)
     step.keys[step.position] = k

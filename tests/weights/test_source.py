@@ -68,7 +68,7 @@ CONTRADICTIONS: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = 
     (f"{EXPERT}_scale_inv", lambda t: t.repeat(2, 1), "shape [2, 1], not [1, 1]"),
     (f"{EXPERT}_scale_inv", lambda t: t.to(torch.float16), "dtype F16, not BF16 or F32"),
     (Q_PROJ, lambda t: t.T.contiguous()[:, :64].contiguous(), "shape [128, 64], not [128, 128]"),
-    (NORM, lambda t: t.to(torch.float64), "dtype F64, not BF16 or F16 or F32"),
+    (NORM, lambda t: t.to(torch.float64), "dtype F64, not BF16, F16 or F32"),
     (NORM, lambda t: t[None], "shape [1, 128], not [128]"),
 ]
 

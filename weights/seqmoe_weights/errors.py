@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def either(words: tuple[str, ...]) -> str:
+    """One or more choices as people list them: a, b or c."""
+    *rest, last = words
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
 class SeqmoeError(Exception):
     """A failure that the user can understand and mend; shown as one or two lines, exit code 1.
 

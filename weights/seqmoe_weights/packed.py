@@ -22,6 +22,7 @@ from seqmoe_weights.manifest import (
     is_experts_file,
     is_predictor_file,
     read_manifest,
+    seal,
 )
 from seqmoe_weights.records import TORCH_DTYPES
 from seqmoe_weights.resident import RESIDENT_FILE, read_resident
@@ -64,6 +65,12 @@ class PackedModel:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def weights_sha256(self) -> str:
+        """Of the weights that it was made of: the same for all that is made of them, in whatever
+        precision and with whatever tokenizer and settings."""
+        return seal(self.manifest["source"]["files"])
 
     @property
     def weight_dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""FP8 e4m3 in blocks of 128x128: quantise and restore one weight. Pure functions."""
+"""FP8 e4m3 in blocks of 128x128: quantise one weight."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Rounding of the quotient may end just above 448, which the cast would turn into NaN.
     scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     return _unblock(scaled, weight.shape).to(torch.float8_e4m3fn), scales
-
-
-def dequantize_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Float32 [R, C] of float8_e4m3fn `codes` [R, C] and their block `scales`."""
-    return _unblock(_blocks(codes.float()) * scales.float()[:, None, :, None], codes.shape)
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.errors import CheckpointError
+from seqmoe_weights.errors import CheckpointError, either
 from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
 from seqmoe_weights.manifest import REQUIRED_FILES
@@ -240,7 +240,7 @@ def _header_hash(path: Path) -> str:
 
 def _check_dtype(tensor: SourceTensor, allowed: tuple[str, ...]) -> None:
     if tensor.dtype not in allowed:
-        raise _contradiction(tensor, f"dtype {tensor.dtype}, not {' or '.join(allowed)}")
+        raise _contradiction(tensor, f"dtype {tensor.dtype}, not {either(allowed)}")
 
 
 def _contradiction(tensor: SourceTensor, what: str) -> CheckpointError:
