@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=PARTS, action="append", help="run just this part")
     parser.add_argument("--demo", type=Path, default=ROOT / ".demo/smollm2-sparse")
-    parser.add_argument("--predictor", type=Path, help="for the replayed trace")
+    forecast_levels.add_arguments(parser)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/gpu")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -88,7 +88,7 @@ def main() -> int:
         "kernels": kernels.bench,
         "demo": lambda: demo_text.compare(args.demo),
         "full-size": random_model.bench,
-        "forecast": lambda: forecast_levels.bench(args.demo, args.predictor),
+        "forecast": lambda: forecast_levels.bench(args.demo, tuple(args.replay), keep, args.pools),
     }
     machine = Machine.inspect("cuda")
     commit = machine.build_commit
@@ -102,9 +102,18 @@ def main() -> int:
     gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu_info.lower()).strip("-")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{record['date']}-{gpu}-{commit[:9]}.json"
-    for name in args.only or PARTS:
-        record[name] = run_part(name, parts[name])
+
+    def write() -> None:
         path.write_text(json.dumps(record, indent=2) + "\n")  # what is known, come what may
+
+    def keep(found: dict[str, Any]) -> None:
+        """What there is of a part that may be stopped."""
+        record["forecast"] = {"ok": False, **found}
+        write()
+
+    for name in args.only or PARTS:
+        record[name] = {**record.get(name, {}), **run_part(name, parts[name])}
+        write()
     print(f"wrote {path}")
     return 0 if all(record[name]["ok"] for name in args.only or PARTS) else 1
 

@@ -69,7 +69,8 @@ def choose_reference(
     return Chosen(wanted, weights[0], resolved)
 
 
-@triton.jit
+# Compiled once for all layers, whatever their number and where their experts are noted.
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["wanted"])
 def _choose_kernel(
     logits,
     wanted,

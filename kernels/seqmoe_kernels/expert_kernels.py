@@ -71,7 +71,7 @@ def _gate_up_kernel(
     pair = tl.program_id(1)
     here = tl.load(pair_slots + pair, cache_modifier=".cg")
     if PDL:  # noqa: SIM102
-        if acquired(num_misses) > 0:  # (one condition is the compiler's)
+        if acquired(num_misses) > 0:  # (one condition is the compiler's)  # noqa: SIM102
             if _is_missed(here, miss_slots, tl.num_programs(1), BLOCK_K):
                 wait_for_inputs(PDL)
     let_next_start(PDL)  # not before: the next kernel reads slots without waiting for this one

@@ -10,9 +10,13 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.choice import Chosen, RecordedIds
-from seqmoe_kernels.formats import Flights
+from seqmoe_kernels.formats import CERTAIN, LEAST, NAMED, RIGHT, Flights
 from seqmoe_kernels.prospects import Prospects
 from seqmoe_kernels.router import route_reference, sort_key
+
+FEW_NAMES = 64  # say nothing of how many are right
+
+_LEAST, _CERTAIN, _FEW_NAMES = map(tl.constexpr, (LEAST, CERTAIN, FEW_NAMES))
 
 
 class Ahead(NamedTuple):
@@ -40,6 +44,13 @@ def judge_reference(ahead: Ahead, flights: Flights) -> None:
         right = len(set(names) & set(wanted))
         flights.accuracy[d] += torch.tensor([len(wanted), len(names), right])
     flights.names[ahead.layer].fill_(-1)
+
+
+def worthy_reference(flights: Flights) -> list[bool]:
+    """Whether enough of the names 1, 2, ... layers ahead have been right to be asked for."""
+    least = int(flights.rules[LEAST])
+    rows = flights.accuracy[:, [NAMED, RIGHT]].tolist()
+    return [named < FEW_NAMES or right * CERTAIN >= named * least for named, right in rows]
 
 
 def named_reference(ahead: Ahead, flights: Flights) -> list[list[int]]:
@@ -91,7 +102,8 @@ def judge_names(
     wanted, flights, layer, K: tl.constexpr, BLOCK_K: tl.constexpr, DISTANCES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compare what was named for this layer with what it wanted and would have missed."""
+    """Compare what was named for this layer with what it wanted and would have missed; returns for
+    each distance whether enough of the names have been right to be asked for."""
     k, d = tl.arange(0, BLOCK_K), tl.arange(0, DISTANCES)
     absent = tl.load(flights.absent + k, mask=k < K, other=0) > 0
     chosen = tl.load(wanted + k, mask=k < K, other=-2)
@@ -103,8 +115,10 @@ def judge_names(
     num_missing = tl.sum(absent.to(tl.int64), 0) * (d < layer)
     missing = tl.load(flights.accuracy + d * 3)
     named, hit = tl.load(flights.accuracy + d * 3 + 1), tl.load(flights.accuracy + d * 3 + 2)
+    named, hit = named + num_named, hit + num_right
     tl.debug_barrier()
     tl.store(flights.accuracy + d * 3, missing + num_missing)
-    tl.store(flights.accuracy + d * 3 + 1, named + num_named)
-    tl.store(flights.accuracy + d * 3 + 2, hit + num_right)
+    tl.store(flights.accuracy + d * 3 + 1, named)
+    tl.store(flights.accuracy + d * 3 + 2, hit)
     tl.store(flights.names + at, tl.full((DISTANCES * BLOCK_N,), -1, tl.int32))
+    return (named < _FEW_NAMES) | (hit * _CERTAIN >= named * tl.load(flights.rules + _LEAST))

@@ -2,8 +2,9 @@
 requests that leave for the host. Part of the launch of `fetch`, behind a layer's lookup.
 
 The routers of the next layers on the present state name experts (look-ahead). Those that are absent
-and can land in time are asked for: the earliest event first, within it the likeliest. Behind them
-come those that were foreseen for later layers when the step began.
+and can land in time are asked for, if enough of the names so many layers ahead have been right: the
+earliest event first, within it the likeliest. Behind them come those that were foreseen for later
+layers when the step began.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from seqmoe_kernels.lookahead import (
     judge_reference,
     named_experts,
     named_reference,
+    worthy_reference,
 )
 from seqmoe_kernels.lookup import check_pool
 from seqmoe_kernels.prospects import Prospects
@@ -84,7 +86,7 @@ def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
         flights.control.copy_(pool.clock * 2)
     judge_reference(ahead, flights)
     coming = {int(pool.owner[slot]) for slot in flights.slot.tolist() if slot >= 0}
-    names = named_reference(ahead, flights)
+    names, worthy = named_reference(ahead, flights), worthy_reference(flights)
     candidates, resident = [], []
     for distance, experts in enumerate(names, 1):
         row = flights.names[ahead.layer + distance, distance - 1].fill_(-1)
@@ -94,7 +96,7 @@ def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
             slot = int(pool.slot_of[expert])
             if slot >= 0:
                 resident.append(slot)
-            elif expert not in coming:
+            elif expert not in coming and worthy[distance - 1]:
                 candidates.append((distance, expert))
             if slot < 0 or expert in coming:
                 row[rank] = expert
@@ -212,7 +214,7 @@ def request_prefetches(
     if tl.load(flights.rules + _IN_FLIGHT) > 0:
         if tl.load(num_misses) == 0:  # else it is told when they are there
             tl.store(flights.control, tl.load(pool.clock) * 2)
-        judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
+        worthy = judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
         seen = tl.minimum(NUM_LAYERS - 1 - layer, DISTANCES)
         name = named_experts(
             logits, ids, step, num_steps, layer, seen, E, NAMES, BLOCK_E, DISTANCES, BLOCK_N,
@@ -236,7 +238,9 @@ def request_prefetches(
         room = tl.minimum(room, tl.load(flights.rules + _PER_LAYER))
         taken = tl.sum((slot >= 0).to(tl.int64), 0)
         room = tl.minimum(room, tl.load(flights.rules + _MOST_KEPT) - taken)
-        job = tl.where(unknown & (coming == 0), i, _NOBODY_K)
+        asked = tl.broadcast_to(worthy[:, None], (DISTANCES, BLOCK_N))
+        asked = tl.reshape(asked, (DISTANCES * BLOCK_N,)) & unknown & (coming == 0)
+        job = tl.where(asked, i, _NOBODY_K)
         if HINTED:
             hint = tl.load(flights.hints + i)
             later = hint // E - layer - 1

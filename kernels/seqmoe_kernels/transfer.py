@@ -62,7 +62,8 @@ def fetch_reference(
         request_reference(ahead, pool, flights)
 
 
-@triton.jit
+# Compiled once for all layers, whatever their number and where their experts are noted.
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["wanted"])
 def _fetch_kernel(
     records,
     slots,

@@ -72,7 +72,7 @@ TIME_COLUMNS = (
     Column("in time", lambda row: _number(row.breakdown.prefetch_hits_per_token)),
     Column("late", lambda row: _number(row.breakdown.prefetches_late_per_token)),
     Column("dropped", lambda row: _number(row.breakdown.prefetches_dropped_per_token)),
-    Column("rested %", lambda row: _number(row.breakdown.prefetch_rested, 1, 100)),
+    Column("saved %", lambda row: _number(row.breakdown.prefetch_saved, 1, 100)),
     Column("kernels/tok", lambda row: _number(row.breakdown.kernels_per_token, 0)),
 )
 
@@ -98,7 +98,7 @@ def markdown(
         yield from _times([row for row in seen if row.n_gen])
         yield ""
         for row in seen:
-            yield from _look_ahead(row)
+            yield from _prefetch(row)
         yield from _notes(seen[-1])
 
 
@@ -117,7 +117,12 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     yield from (_line(columns, cells, widths) for cells in table)
 
 
-def _look_ahead(row: Row) -> Iterator[str]:
+def _prefetch(row: Row) -> Iterator[str]:
+    saved, pays = row.breakdown.prefetch_saved, row.breakdown.prefetch_pays
+    if saved is not None:
+        than = f"{100 * abs(saved):.1f} % {'shorter' if saved > 0 else 'longer'} than without"
+        switch = "leave it on" if pays else "turn it off"
+        yield f"prefetch, pool {_pool(row)}, {row.state}: a step is {than}; a chat would {switch}"
     recall, precision = row.breakdown.look_ahead_recall, row.breakdown.look_ahead_precision
     if recall and precision:
         pairs = (f"{100 * r:.1f}/{100 * p:.1f}" for r, p in zip(recall, precision, strict=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from seqmoe_cli.bench.blurred import blurred_names, blurred_uses
+from seqmoe_cli.bench.blurred import ACCURACY, blurred_names, blurred_uses
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.shipped import SHIPPED, open_trace
@@ -18,10 +19,12 @@ from seqmoe_weights.config import ModelConfig
 
 @dataclass(frozen=True)
 class RecordedRouting:
-    """`trace` holds the tokens of the answers alone: its prompts are not replayed."""
+    """`trace` holds the tokens of the answers alone: its prompts are not replayed. `accuracy`: how
+    well simulated look-ahead knows it, see `blurred_names`."""
 
     name: str
     trace: Trace
+    accuracy: Sequence[tuple[float, float]] = ACCURACY
 
     @classmethod
     def open(cls, name: str) -> RecordedRouting:
@@ -34,6 +37,10 @@ class RecordedRouting:
                 f"record a longer one, or use one that comes with seqmoe: {', '.join(SHIPPED)}",
             )
         return cls(name, trace)
+
+    def first(self, num: int) -> RecordedRouting:
+        """The same, but its first `num` tokens only."""
+        return replace(self, trace=self.trace.select(np.arange(len(self.trace)) < num))
 
     def check_fits(self, model: str, config: ModelConfig) -> None:
         """Raise `SeqmoeError` unless the model has the layers and experts of the trace."""
@@ -78,7 +85,7 @@ class RecordedRouting:
         experts, named, expected = self.trace.experts, None, None
         sizes = self.trace.num_experts, prefetch_slots
         if prefetch_slots:
-            named = torch.from_numpy(blurred_names(experts, *sizes))
+            named = torch.from_numpy(blurred_names(experts, *sizes, self.accuracy))
         if forecast:
             expected = torch.from_numpy(blurred_uses(experts, *sizes))
         tokens = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.engine.stats import StepStats
+from seqmoe_cli.residency.switch import Verdict
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ class Breakdown:
 
     Records prefetched, and what became of them: a hit, waited for, too late. Look-ahead 1, 2, ...
     layers ahead: the share of would-be misses that it named, and of named absent experts that were
-    used. `prefetch_rested` is the share of the tokens during which prefetch was turned off, to
-    compare or because it did not pay. None without prefetch.
+    used. None without prefetch. Timed runs have it on all the time; `prefetch_saved` is the share
+    of a step's time that it saves, compared with the row without it, and `prefetch_pays` says
+    whether the switch of a chat would leave it on for that. None where there is no such row.
 
     `bytes_read_per_token` of the device's memory, `read_gb_per_s` while it computes,
     `stall_gb_per_s` over the link while it waits. Shares are from 0 to 1, None without a ceiling.
@@ -107,7 +109,8 @@ class Breakdown:
     prefetch_hits_per_token: float | None = None
     prefetches_late_per_token: float | None = None
     prefetches_dropped_per_token: float | None = None
-    prefetch_rested: float | None = None
+    prefetch_saved: float | None = None
+    prefetch_pays: bool | None = None
     look_ahead_recall: list[float] | None = None
     look_ahead_precision: list[float] | None = None
 
@@ -160,10 +163,12 @@ def make_row(
     bytes_read: int = 0,
     num_kernels: int | None = None,
     accuracy: Sequence[tuple[int, int, int]] | None = None,
+    plain_step_s: float | None = None,
 ) -> Row:
     """Sum up the repetitions of one case; the deviation of a single one is 0. `full_ts` is the
     speed with all experts in the pool; `bytes_read` and `num_kernels` are those of a step;
-    `accuracy` of look-ahead counts misses, names and both, None without prefetch."""
+    `accuracy` of look-ahead counts misses, names and both, None without prefetch; `plain_step_s`
+    is the time of a step of the same case without prefetch."""
     times = [sample.elapsed_ns for sample in samples]
     rates = [sample.tokens_per_second for sample in samples]
     total = sum((sample.total for sample in samples), StepStats("decode"))
@@ -191,7 +196,7 @@ def make_row(
         ms_per_token=sum(times) / total.num_tokens / 1e6,
         share_of_full_load=mean_rate(samples) / full_ts if full_ts else None,
         breakdown=(
-            _breakdown(setting, total, bytes_read, num_kernels, accuracy)
+            _breakdown(setting, total, bytes_read, num_kernels, accuracy, plain_step_s)
             if case.num_gen
             else Breakdown()
         ),
@@ -203,12 +208,19 @@ def mean_rate(samples: Sequence[Sample]) -> float:
     return statistics.fmean(sample.tokens_per_second for sample in samples)
 
 
+def mean_step_s(samples: Sequence[Sample]) -> float:
+    """By the device's clock, of one step; mean over the repetitions."""
+    total = sum((sample.total for sample in samples), StepStats("decode"))
+    return total.step_s / total.num_tokens
+
+
 def _breakdown(
     setting: Setting,
     total: StepStats,
     bytes_read: int,
     num_kernels: int | None,
     accuracy: Sequence[tuple[int, int, int]] | None,
+    plain_step_s: float | None,
 ) -> Breakdown:
     tokens, compute_s = total.num_tokens, total.step_s - total.stall_s
     read = _gb_per_s(bytes_read * tokens, compute_s)
@@ -223,20 +235,27 @@ def _breakdown(
         stall_gb_per_s=stall,
         share_of_link=_share(stall, setting.link_gb_per_s),
         kernels_per_token=num_kernels,
-        **({} if accuracy is None else _prefetch(setting, total, accuracy)),
+        **({} if accuracy is None else _prefetch(setting, total, accuracy, plain_step_s)),
     )
 
 
 def _prefetch(
-    setting: Setting, total: StepStats, accuracy: Sequence[tuple[int, int, int]]
+    setting: Setting,
+    total: StepStats,
+    accuracy: Sequence[tuple[int, int, int]],
+    plain_step_s: float | None,
 ) -> dict[str, Any]:
     tokens, record_bytes = total.num_tokens, setting.pool_bytes // setting.num_slots
+    verdict = None
+    if plain_step_s is not None:
+        verdict = Verdict(total.prefetch_costs(record_bytes), plain_step_s * tokens)
     return {
         "prefetches_per_token": total.prefetched_bytes / record_bytes / tokens,
         "prefetch_hits_per_token": total.prefetch_hits / tokens,
         "prefetches_late_per_token": total.prefetches_late / tokens,
         "prefetches_dropped_per_token": total.prefetches_dropped / tokens,
-        "prefetch_rested": total.rested_tokens / tokens,
+        "prefetch_saved": None if verdict is None else verdict.saved,
+        "prefetch_pays": None if verdict is None else verdict.pays,
         "look_ahead_recall": [right / max(missing, 1) for missing, _, right in accuracy],
         "look_ahead_precision": [right / max(named, 1) for _, named, right in accuracy],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
 from seqmoe_cli.bench.blurred import FORECAST
@@ -12,7 +12,7 @@ from seqmoe_cli.bench.machine import Machine
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.measure import WARM, Plan, Tell, run_case
 from seqmoe_cli.bench.recorded import RecordedRouting
-from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate, pool_name
+from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate, mean_step_s, pool_name
 from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
@@ -43,6 +43,16 @@ class Setup:
         and a pool of all experts has no victims."""
         policy = self.options.policy if self.plan.has_victims else ""
         return self.options.pool, self.plan.prefetch, policy
+
+
+@dataclass
+class _Known:
+    """Of the rows so far, what later ones are compared with: by case, tokens per second with all
+    experts in the pool and none missing; by pool, policy, case and state, the time of a step
+    without prefetch."""
+
+    full_ts: dict[str, float] = field(default_factory=dict)
+    plain_step_s: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class Session:
         self, loaded: Loaded, tell: Tell, prepare: Callable[[Engine], None] | None = None
     ) -> Iterator[Row]:
         """Measure pool size by pool size; rows as they come. `prepare` gets each engine first."""
-        full_ts: dict[str, float] = {}  # by case, with all experts in the pool and none missing
+        known = _Known()
         for setup in self.setups:
             options, stored = setup.options, setup.predictor
             with opened(
@@ -117,7 +127,7 @@ class Session:
             ) as engine:
                 if prepare is not None:
                     prepare(engine)
-                yield from self._rows_of_setup(engine, loaded, setup, full_ts, tell)
+                yield from self._rows_of_setup(engine, loaded, setup, known, tell)
             del engine  # its pool must be free before the next one is made
 
     def _rows_of_setup(
@@ -125,9 +135,11 @@ class Session:
         engine: Engine,
         loaded: Loaded,
         setup: Setup,
-        full_ts: dict[str, float],
+        known: _Known,
         tell: Tell,
     ) -> Iterator[Row]:
+        if engine.prefetch is not None:
+            engine.prefetch.hold()  # a row shows what prefetch does, not when it is turned off
         replayed = None
         if self.routing is not None:
             slots = 0 if engine.prefetch is None else engine.plan.num_slots
@@ -141,7 +153,10 @@ class Session:
                 engine, case, self.plan, replayed, lambda text: tell(f"pool {pool.text}, {text}")
             ):
                 if holds_all and state == WARM:
-                    full_ts[case.name] = mean_rate(samples)
+                    known.full_ts[case.name] = mean_rate(samples)
+                beside = (pool.text, setup.options.policy, case.name, state)
+                if engine.prefetch is None:
+                    known.plain_step_s[beside] = mean_step_s(samples)
                 if case.num_gen and num_kernels is None:
                     num_kernels = kernels_per_token(engine)
                 yield make_row(
@@ -150,10 +165,11 @@ class Session:
                     state,
                     datetime.now(UTC).isoformat(timespec="seconds"),
                     samples,
-                    full_ts=full_ts.get(case.name),
+                    full_ts=known.full_ts.get(case.name),
                     bytes_read=self._bytes_read(engine, case),
                     num_kernels=num_kernels,
                     accuracy=None if engine.prefetch is None else engine.prefetch.accuracy(),
+                    plain_step_s=known.plain_step_s.get(beside),
                 )
 
     def _look_ahead(self, engine: Engine) -> str:

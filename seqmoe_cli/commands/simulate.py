@@ -140,7 +140,7 @@ def simulate(
     fetch_gb: _Fetch = 48.0,
     dma_gb: _Dma = 52.0,
     launch_us: _Launch = 1.2,
-    delay_us: _Delay = 60.0,
+    delay_us: _Delay = 40.0,
     least: _Least = 0.25,
     budget: _Budget = 64,
     in_flight: _InFlight = 2,

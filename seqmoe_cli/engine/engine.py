@@ -29,7 +29,6 @@ from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
 from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
-from seqmoe_cli.residency.switch import StepCosts
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels import Expectation, Routing
 from seqmoe_weights.packed import PackedModel
@@ -232,10 +231,7 @@ class Engine:
         """Let prefetch learn from a decode step; say so once it has died."""
         if self.prefetch is None:
             return
-        copies = costs.prefetched_bytes // self.plan.record_bytes
-        hits, late = costs.prefetch_hits, costs.prefetches_late
-        absent = costs.misses + hits
-        self.prefetch.observe(StepCosts(copies, hits + late, absent, costs.stall_s, costs.step_s))
+        self.prefetch.observe(costs.prefetch_costs(self.plan.record_bytes))
         if self.prefetch.failure is not None:
             line = f"prefetch has stopped ({self.prefetch.failure}): every miss is fetched"
             if line not in self.fallbacks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from seqmoe_cli.residency.switch import StepCosts
+
 if TYPE_CHECKING:
     from seqmoe_cli.residency.pool import PoolCounters
 
@@ -67,6 +69,17 @@ class StepStats:
     def hit_rate(self) -> float:
         """hits / (hits + misses), from 0 to 1; 0 when nothing was looked up."""
         return _ratio(self.hits, self.hits + self.misses)
+
+    def prefetch_costs(self, record_bytes: int) -> StepCosts:
+        """What prefetch is judged by; of decode steps."""
+        return StepCosts(
+            copies=self.prefetched_bytes // record_bytes,
+            used=self.prefetch_hits + self.prefetches_late,
+            absent=self.misses + self.prefetch_hits,
+            stall_s=self.stall_s,
+            step_s=self.step_s,
+            steps=self.num_tokens,
+        )
 
 
 @dataclass(frozen=True)

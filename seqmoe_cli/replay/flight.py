@@ -95,9 +95,9 @@ class Flight:
         tokens = [(e, self._fresh.pop(e)) for e in wanted.tolist() if e in self._fresh]
         return [token for expert, token in tokens if expert not in late]
 
-    def request(self, event: int, wanted: Ints, asked_s: float) -> int:
-        """Start what is worth it behind an event that wanted these experts, as of a time; returns
-        the number of copies."""
+    def request(self, event: int, wanted: Ints) -> int:
+        """Ask for what is worth it behind an event that wanted these experts; returns the number of
+        copies."""
         if self._rules.source is None:
             return 0
         self.land()
@@ -108,7 +108,7 @@ class Flight:
         absent[[copy.expert for copy in self._clock.copies]] = False
         experts, probability, due = self._rules.source.candidates(event, absent)
         link, now = self._clock.link, self._clock.now
-        ready = max(asked_s + link.delay_s, now + self._clock.backlog_s())
+        ready = now + max(link.delay_s, self._clock.backlog_s())
         units = np.floor(
             (now + (due - event) * link.layer_s - ready + self._rules.slack * link.fetch_s)
             / link.copy_s
@@ -118,16 +118,16 @@ class Flight:
         order = schedule(probability[able], units[able].astype(np.int64), self._budget)
         room = min(room, self._most_barred - len(self.barred()))
         for job in able[order[: max(room, 0)]].tolist():
-            self._start(int(experts[job]), int(due[job]), wanted, asked_s + link.delay_s)
+            self._start(int(experts[job]), int(due[job]), wanted)
         return min(len(order), max(room, 0))
 
-    def _start(self, expert: int, due: int, wanted: Ints, seen_s: float) -> None:
+    def _start(self, expert: int, due: int, wanted: Ints) -> None:
         barred = np.concatenate((self.barred(), self._table.slot_of[wanted]))
         slot = self._policy.victims(self._table.owner, barred, np.array([expert]))
         self._table.vacate(slot)
         self._table.owner[slot] = expert
-        copy = Copy(expert, int(slot[0]), seen_s, self._token)
-        self._clock.copies.append(copy)
+        copy = Copy(expert, int(slot[0]), self._token)
+        self._clock.request(copy)
         self._coming[expert] = copy
         self._promised.setdefault(due, []).append(copy.slot)
         self._budget -= 1

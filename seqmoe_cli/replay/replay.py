@@ -97,7 +97,7 @@ class _Run:
 
     def event(self, token: int, layer: int) -> Ints:
         """A layer gets its experts, whatever time that takes."""
-        self._asked_s = self._clock.now
+        began = self._clock.now
         event = token * self._routing.num_layers + layer
         wanted: Ints = self._routing.events[event]
         self.flight.land()
@@ -111,7 +111,7 @@ class _Run:
         self.done.loads[token, layer], self.done.late[token, layer] = len(loads), len(waiting)
         for asked in used:
             self.done.used[asked] += 1
-        self.done.stall_s[token] += self._clock.now - self._asked_s
+        self.done.stall_s[token] += self._clock.now - began
         if self._source:
             self._source.missed(event, len(loads) + len(waiting) + len(used))
         return wanted
@@ -119,7 +119,7 @@ class _Run:
     def after(self, token: int, layer: int, wanted: Ints) -> None:
         """Prefetches are asked for, and the layer is computed."""
         event = token * self._routing.num_layers + layer
-        self.done.copies[token] += self.flight.request(event, wanted, self._asked_s)
+        self.done.copies[token] += self.flight.request(event, wanted)
         self._clock.run(self._clock.now + self._clock.link.layer_s)
 
 

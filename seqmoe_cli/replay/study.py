@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from seqmoe_cli.errors import PromptError, UsageError
+from seqmoe_cli.errors import PromptError, ResourceError
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.replay.flight import Prefetching
 from seqmoe_cli.replay.forecasts import Blurred, Decayed, Persistence, Popularity, no_forecast
@@ -92,16 +92,18 @@ class Part:
 
 
 class Study:
-    """One trace under one set of assumptions."""
+    """One trace under one set of assumptions. Raises what a predictor that does not fit it does."""
 
     def __init__(self, part: Part, assumptions: Assumptions) -> None:
+        if assumptions.predictor:
+            assumptions.predictor(part.whole, part.replayed)
         self.part, self.assumptions = part, assumptions
         layer_s = assumptions.step_s / part.routing.num_layers
         self.link = replace(assumptions.link, layer_s=layer_s)
         self._bounds: dict[int, tuple[float, float]] = {}
 
     def num_slots(self, pool: PoolSize) -> int:
-        """Of a pool given as a share, a size or a count; raises `UsageError` for one too small."""
+        """Of a pool given as a share, a size or a count; `ResourceError` for one too small."""
         routing = self.part.routing
         num_slots = {
             "all": routing.num_experts,
@@ -110,7 +112,7 @@ class Study:
             "slots": int(pool.value),
         }[pool.kind]
         if num_slots < routing.trace.top_k:
-            raise UsageError(
+            raise ResourceError(
                 f"--pool {pool.text} is {num_slots:,} slots, a token of {self.part.name} uses "
                 f"{routing.trace.top_k} experts of a layer",
                 "give a larger pool",

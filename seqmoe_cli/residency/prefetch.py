@@ -10,7 +10,7 @@ import torch
 
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, DmaCopier, HostCopier, Prefetcher
-from seqmoe_cli.residency.switch import KillSwitch, StepCosts
+from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
 from seqmoe_kernels import Ahead, Expectation, Flights, Routing, fetch, note_hints
 from seqmoe_kernels.choice import Chosen, RecordedIds
 from seqmoe_kernels.formats import (
@@ -32,9 +32,9 @@ COPIES_IN_FLIGHT = 2
 COPIES_PER_LAYER = 2
 DELAY_S = 30e-6  # from a request to its copy
 SLACK = 0.5  # copies' times: landing that late still beats a fetch
-LEAST_USE = 0.25  # how probable a use must be that a forecast alone speaks for
+LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
-_TUNE_EVERY = 16  # steps
+TUNE_EVERY = 16  # steps
 _MEASURED = 8  # records
 
 
@@ -67,7 +67,8 @@ class Prefetch:
         self.switch = KillSwitch(self.fetch_s)
         self.thread = Prefetcher(self.flights, copy)
         self._most_kept = min(NUM_FLIGHTS, pool.num_slots - 2 * top_k)
-        self._is_on, self._steps, self._layer_s = False, 0, 0.0
+        self._is_on, self._is_held, self._steps = False, False, 0
+        self._step_s = self._stall_s = 0.0  # of late
         self._set_rules(_UNKNOWN_NS)
         pool.land(self.flights, self._most_kept)
         self._turn(True)
@@ -91,6 +92,10 @@ class Prefetch:
         """Why there will be no more prefetches; None while there are."""
         return self.thread.failure
 
+    def hold(self) -> None:
+        """Stay on from now on, whether it pays or not: to be measured."""
+        self._is_held = True
+
     def begin_step(self) -> None:
         """A step of one token begins: note whom the forecast expects, if there is one. Can be
         captured in a CUDA graph."""
@@ -104,14 +109,29 @@ class Prefetch:
         return Ahead(logits, layer, num_experts, top_k, chosen, self.predicted, hinted)
 
     def observe(self, step: StepCosts) -> None:
-        """Learn from a decode step: the time of a layer, the stall of other misses included, and
-        whether prefetch pays."""
-        self._turn(self.switch.observe(step) and self.failure is None)
-        layer_s = step.step_s / self._num_layers
-        self._layer_s += (layer_s - self._layer_s) / min(self._steps + 1, _TUNE_EVERY)
+        """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom.
+
+        What is in time is told by the computing of a layer alone: many layers do not wait, and what
+        comes late for those slows down the fetches of the others. And the more of a step's time the
+        link is busy with fetches, the surer a use must be: the time of a copy saves a fetch if it
+        is used, and delays one if it is not, each as far as the link would have been idle or busy.
+        """
+        on = self._is_held or self.switch.observe(step)
+        self._turn(on and self.failure is None)
         self._steps += 1
-        if self._steps % _TUNE_EVERY == 0:
-            self.flights.rules[LAYER_NS : LAYER_NS + 1].fill_(round(self._layer_s * 1e9))
+        if (num := self._steps - SETTLE) <= 0:  # kernels are compiled
+            return
+        share = 1 / min(num, TUNE_EVERY)
+        self._step_s += share * (step.step_s - self._step_s)
+        self._stall_s += share * (step.stall_s - self._stall_s)
+        if num % TUNE_EVERY == 0:
+            self._tune()
+
+    def _tune(self) -> None:
+        layer_s = (self._step_s - self._stall_s) / self._num_layers
+        busy = self._stall_s / self._step_s if self._step_s else 0.0
+        self._rule(LAYER_NS, round(1e9 * layer_s))
+        self._rule(LEAST, round(max(busy, LEAST_USE) * CERTAIN))
 
     def accuracy(self) -> list[tuple[int, int, int]]:
         """For 1, 2, ... layers ahead: experts that would have been misses, that were named while
@@ -144,7 +164,10 @@ class Prefetch:
             LEAST: round(LEAST_USE * CERTAIN),
         }
         for rule, value in values.items():
-            self.flights.rules[rule] = value
+            self._rule(rule, value)
+
+    def _rule(self, rule: int, value: int) -> None:
+        self.flights.rules[rule : rule + 1].fill_(value)
 
 
 def _measure(pool: ExpertPool) -> tuple[float, float]:

@@ -47,9 +47,13 @@ class Verdict:
     without_s: float
 
     @property
+    def saved(self) -> float:
+        """The share of its time that a step is shorter with prefetch; below 0 if it is longer."""
+        return 1 - self.tried.step_s / self.without_s if self.without_s else 0.0
+
+    @property
     def pays(self) -> bool:
-        worth = self.tried.step_s <= (1 - GAIN) * self.without_s
-        return worth and self.tried.copies <= MAX_COPIES_PER_USE * self.tried.used
+        return self.saved >= GAIN and self.tried.copies <= MAX_COPIES_PER_USE * self.tried.used
 
 
 class KillSwitch:

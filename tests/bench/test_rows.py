@@ -93,6 +93,32 @@ def test_where_the_time_goes() -> None:
     assert (row.share_of_full_load, parts.kernels_per_token) == (0.75, 33)
 
 
+@pytest.mark.parametrize(
+    ("plain_step_s", "copies", "saved", "pays", "words"),
+    [
+        (0.2, 6, 0.25, True, "25.0 % shorter than without; a chat would leave it on"),
+        (0.2, 60, 0.25, False, "25.0 % shorter than without; a chat would turn it off"),
+        (0.1, 6, -0.5, False, "50.0 % longer than without; a chat would turn it off"),
+    ],
+)
+def test_what_prefetch_saves(
+    plain_step_s: float, copies: int, saved: float, pays: bool, words: str
+) -> None:
+    """A step takes 0.15 s; too many copies for those used are not worth it."""
+    setting = replace(SETTING, prefetch="lookahead", pool_bytes=1100)
+    asked = {"prefetched_bytes": 100 * copies, "prefetch_hits": 2, "prefetches_late": 1}
+    samples = [replace(SAMPLES[0], total=replace(SAMPLES[0].total, step_s=1.2, **asked))]
+    case, accuracy = Case(0, 8, 0, 1), [(9, 8, 5)]
+    row = make_row(setting, case, "cold", "", samples, accuracy=accuracy, plain_step_s=plain_step_s)
+    assert row.breakdown.prefetch_saved == pytest.approx(saved)
+    assert row.breakdown.prefetch_pays is pays
+    lines = list(FORMATS["md"]([row]))
+    assert f"prefetch, pool 45% lookahead, cold: a step is {words}" in lines
+    alone = make_row(setting, case, "cold", "", samples, accuracy=accuracy)
+    assert alone.breakdown.prefetch_saved is alone.breakdown.prefetch_pays is None
+    assert not [line for line in FORMATS["md"]([alone]) if "a chat would" in line]
+
+
 def test_what_cannot_be_said_is_none() -> None:
     generated, prompt = rows()
     assert generated.share_of_full_load is None

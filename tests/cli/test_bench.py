@@ -285,8 +285,8 @@ def test_prefetch_beside_none(recorded: Path, shaped: Callable[..., list[dict[st
     found = shaped("--trace", str(recorded), "-r1", "--pool=45%,all", "--prefetch=off,lookahead")
     kinds = [(r["pool"], r["prefetch"], r["look_ahead"]) for r in found]
     assert kinds == [("all", "off", ""), ("45%", "off", ""), ("45%", "lookahead", "simulated")]
-    assert found[1]["bytes_prefetched"] == 0 and found[1]["look_ahead_recall"] is None
-    assert found[2]["bytes_prefetched"] > 0 and 0 <= found[2]["prefetch_rested"] < 1
+    assert found[1]["look_ahead_recall"] is None
+    assert found[2]["bytes_prefetched"] > 0 == found[1]["bytes_prefetched"]
     assert len(found[2]["look_ahead_precision"]) == 4 and found[2]["look_ahead_recall"][0] > 0.5
 
 

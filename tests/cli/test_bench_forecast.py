@@ -9,6 +9,7 @@ import pytest
 
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
+from seqmoe_cli.residency.switch import KillSwitch
 from tests.checkpoints import packed_model
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
@@ -57,6 +58,25 @@ def test_every_way_beside_the_others(
     assert "45% forecast full" in out and f"predictor: {note}" in out
     table = out.splitlines()[:6]  # head, rule, the four rows
     assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in table}) == 1
+
+
+def test_prefetch_stays_on_whatever_the_switch_would_say(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would say is worked out from the row without prefetch, if there is one before."""
+    monkeypatch.setattr(KillSwitch, "observe", lambda switch, step: False)
+    argv = ["bench", "--shape", "tiny", *CPU, "--trace", str(files["held"]), "-r", "2"]
+    argv += ["--policy", "lru", "--pool", "45%", "-o", "json", "--prefetch"]
+    capsys.readouterr()
+    assert main([*argv, "off,lookahead"]) == main([*argv, "lookahead"]) == 0
+    decoder, text = json.JSONDecoder(), capsys.readouterr().out
+    (plain, held), end = decoder.raw_decode(text)
+    (alone,) = json.loads(text[end:])
+    assert min(row["bytes_prefetched"] for row in (held, alone)) > 0
+    plain_ms, held_ms = (row["compute_ms"] + row["stall_ms"] for row in (plain, held))
+    assert held["prefetch_saved"] == pytest.approx(1 - held_ms / plain_ms)
+    assert isinstance(held["prefetch_pays"], bool)
+    assert plain["prefetch_saved"] is alone["prefetch_saved"] is alone["prefetch_pays"] is None
 
 
 @pytest.mark.parametrize(

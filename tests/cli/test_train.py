@@ -139,6 +139,9 @@ def test_a_checkpoint_and_a_file(
     assert {s["forecast"] for s in more["scores"]} >= {"predictor", "token table"}
     forecast = ["--forecast", "predictor", "--predictor", file]
     run(capsys, "simulate", own, "--pool", "50%", "--policy", "forecast", *forecast)
+    assert main(["simulate", str(own), "qwen3", *map(str, forecast)]) == 1  # of another shape
+    out, err = capsys.readouterr()
+    assert out == "" and "48 layers of 128 experts" in err  # found before the first row
     assert PackedModel.open(endless).predictor is None
     both = ["train", "--trace", own, "--trace", own, "-o", file, *CPU, *QUICK, "--json"]
     assert json.loads(run(capsys, *both))["num_tokens"] >= first["num_tokens"]

@@ -13,12 +13,13 @@ import torch
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.residency import prefetch as prefetch_module
+from seqmoe_cli.residency.prefetch import LEAST_USE, TUNE_EVERY
 from seqmoe_cli.residency.prefetcher import DmaCopier, HostCopier
 from seqmoe_cli.residency.replayed import ReplayedRouting
-from seqmoe_cli.residency.switch import KillSwitch, StepCosts
+from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import Request
-from seqmoe_kernels.formats import LAYER_NS, PATIENCE_NS, READY
+from seqmoe_kernels.formats import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, READY
 from tests.checkpoints import packed_model
 
 SAMPLING = SamplingParams(temperature=1.0, seed=5)
@@ -40,15 +41,8 @@ def open_engine(
     )
     engine = Engine.open(packed, options, eager=bool(more.get("eager")))
     if engine.prefetch is not None:
-        engine.prefetch.switch = Always(0.0)
+        engine.prefetch.hold()
     return engine
-
-
-class Always(KillSwitch):
-    """Prefetch is on, whether it pays or not."""
-
-    def observe(self, step: StepCosts) -> bool:
-        return True
 
 
 def say(engine: Engine, length: int = 25) -> tuple[list[int | None], TurnStats]:
@@ -257,6 +251,22 @@ def test_the_time_of_a_layer_is_learned(packed: Path, device: str) -> None:
     engine.close()
 
 
+def test_the_busier_the_link_the_surer_a_use_must_be(packed: Path) -> None:
+    """A layer takes the time of its computing; the first steps, which compile, do not count."""
+    engine = open_engine(packed, "cpu")
+    prefetch = engine.prefetch
+    assert prefetch is not None
+    rules = prefetch.flights.rules
+    for _ in range(SETTLE):
+        prefetch.observe(StepCosts(0, 0, 9, 1.0, 60.0))
+    for stall_s, layer_s, share in ((9e-3, 1e-3, 0.6), (0.0, 1e-3, LEAST_USE), (0.2, 0.1, 0.25)):
+        for _ in range(20 * TUNE_EVERY):
+            prefetch.observe(StepCosts(0, 0, 9, stall_s, stall_s + 6 * layer_s))
+        assert int(rules[LAYER_NS]) == pytest.approx(1e9 * layer_s, rel=1e-3)
+        assert int(rules[LEAST]) == pytest.approx(share * CERTAIN, rel=1e-3)
+    engine.close()
+
+
 def test_the_same_tokens_with_prefetch_now_and_then(
     packed: Path, device: str, plain: list[int | None]
 ) -> None:
@@ -266,6 +276,8 @@ def test_the_same_tokens_with_prefetch_now_and_then(
     prefetch = engine.prefetch
     assert prefetch is not None
     prefetch.switch = Alternating(0.0)
+    assert say(engine)[1].decode.rested_tokens == 0  # it is held
+    prefetch._is_held = False
     asked = []
     for _ in range(3):
         tokens, stats = say(engine)

@@ -23,6 +23,7 @@ from seqmoe_kernels import (
 )
 from seqmoe_kernels.choice import choose_reference, choose_triton
 from seqmoe_kernels.formats import (
+    CERTAIN,
     DROPPED,
     EMPTY,
     FETCHING,
@@ -31,6 +32,7 @@ from seqmoe_kernels.formats import (
     LANDED,
     LATE,
     LAYER_NS,
+    LEAST,
     MISSES,
     MOST_KEPT,
     NAMED,
@@ -41,8 +43,10 @@ from seqmoe_kernels.formats import (
     PREFETCH_HITS,
     PREFETCHES,
     READY,
+    RIGHT,
 )
 from seqmoe_kernels.hints import note_hints_reference, note_hints_triton
+from seqmoe_kernels.lookahead import FEW_NAMES
 from seqmoe_kernels.lookup import resolve_reference, resolve_triton
 from seqmoe_kernels.prospects import Prospects
 from seqmoe_kernels.transfer import fetch_reference, fetch_triton
@@ -121,6 +125,8 @@ class Case:
         self.hinted = hinted
         self.device, self.gen = device, torch.Generator().manual_seed(seed)
         self.pool, self.state = make(num_slots)
+        self.state.rules[LEAST] = CERTAIN // 4
+        self.state.accuracy[:, [NAMED, RIGHT]] = torch.tensor([FEW_NAMES - 9, FEW_NAMES // 4])
         self.kernel_pool = pool_on(self.pool, device)
         self.kernel_state = flights_on(self.state, device)
         self.records = torch.arange(LAYERS * EXPERTS).byte()[:, None].repeat(1, 16)

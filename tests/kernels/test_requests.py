@@ -17,14 +17,17 @@ from seqmoe_kernels import (
 )
 from seqmoe_kernels.choice import Chosen
 from seqmoe_kernels.formats import (
+    CERTAIN,
     COPY_NS,
     LAYER_NS,
+    LEAST,
     MISSING,
     NAMED,
     PREFETCH_HITS,
     PREFETCHES,
     RIGHT,
 )
+from seqmoe_kernels.lookahead import FEW_NAMES
 from tests.kernels.test_prefetch import DISTANCES, EXPERTS, LAYERS, NAMES, TOP_K, make
 
 
@@ -74,6 +77,23 @@ def test_what_cannot_land_in_time_is_not_asked_for() -> None:
     ask_ahead(pool, state, named([1], [2, 3], [4, 5]))
     got = [read_request(state.requests, n) for n in range(3)]
     assert [r and r.expert for r in got] == [2 * EXPERTS + 2, 3 * EXPERTS + 4, None]
+
+
+def test_names_are_asked_for_while_enough_of_them_are_right() -> None:
+    """Each distance for itself; few names say nothing yet."""
+    layers = range(2, 6)
+    for num_named, num_right, expected in (
+        (FEW_NAMES - 1, 0, [*layers]),
+        (FEW_NAMES, FEW_NAMES // 2 - 1, [3, 4, 5]),
+        (2 * FEW_NAMES, FEW_NAMES, [*layers]),
+    ):
+        pool, state = make(20, in_flight=4, per_layer=4)
+        state.rules[LEAST] = CERTAIN // 2
+        state.accuracy[0, [NAMED, RIGHT]] = torch.tensor([num_named, num_right])
+        ask_ahead(pool, state, named([1], [1], [1], [1]), layer=1)
+        got = [read_request(state.requests, n) for n in range(4)]
+        assert [r.expert for r in got if r] == [layer * EXPERTS + 1 for layer in expected]
+        assert (state.names[layers, range(4), 0] >= 0).all()  # judged all the same
 
 
 def test_rules_of_zero_ask_for_nothing() -> None:

@@ -18,9 +18,9 @@ LINK = Link(
 )
 
 
-def with_copies(*seen_s: float) -> LinkClock:
+def with_copies(*start_s: float) -> LinkClock:
     clock = LinkClock(LINK)
-    clock.copies += [Copy(number, number, seen) for number, seen in enumerate(seen_s)]
+    clock.copies += [Copy(number, number, start_s=start) for number, start in enumerate(start_s)]
     return clock
 
 
@@ -52,8 +52,18 @@ def test_a_fetch_shares_the_link_with_what_has_started_and_nothing_else_starts()
     assert clock.now == pytest.approx(4 + 1 + 12 + 34)
     assert [copy.expert for copy in clock.landed] == [0]
     assert clock.copies[0].left == 1
-    clock.run(56)
+    clock.run(59)  # the thread has turned to the other one behind the fetch, 3 s later
     assert clock.copies[0].left == pytest.approx(0.5)
+
+
+def test_a_copy_starts_some_time_after_the_request() -> None:
+    clock = with_copies()
+    clock.run(10)
+    clock.request(Copy(1, 1))
+    assert clock.lands_at(clock.copies[0]) == 10 + 3 + 10
+    clock.run(12)
+    clock.fetch(1)  # before it has started
+    assert clock.lands_at(clock.copies[0]) == 12 + 1 + 20 + 3 + 10
 
 
 def test_a_fetch_that_ends_before_the_copy() -> None:

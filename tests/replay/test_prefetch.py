@@ -146,8 +146,9 @@ def test_prefetch_turns_misses_into_hits(source: str) -> None:
     look_ahead = LookAhead(real, [(0.75, 0.68), (0.67, 0.55), (0.61, 0.46), (0.57, 0.4)])
     full = FullPrefetch(real, look_ahead, blend, 0.25)
     rules = Prefetching(look_ahead if source == "lookahead" else full)
+    link = Link(delay_s=30e-6)
     done = replay(
-        real, 2764, lambda *_: ForecastEviction(real.num_layers, blend), None, rules, blend
+        real, 2764, lambda *_: ForecastEviction(real.num_layers, blend), link, rules, blend
     )
     on_demand = replay(real, 2764, lru)
     counted = slice(64, None)
@@ -196,8 +197,7 @@ def test_the_table_stays_whole(seed: int, num_slots: int, layer_s: float, delay_
         assert_whole(table, wanted.tolist(), clock)
         flight.passed(event, wanted, waiting, loads)
         policy.use(0, wanted)
-        asked = clock.now
-        flight.request(event, wanted, asked)
+        flight.request(event, wanted)
         assert_whole(table, wanted.tolist(), clock)
         clock.run(clock.now + layer_s)
 
