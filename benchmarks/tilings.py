@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,15 +38,15 @@ from benchmarks.kernels import (
 from seqmoe_kernels import Matrix, Norm
 from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
 from seqmoe_kernels.gemv import linears_triton
-from seqmoe_kernels.tiling import RowTiling, Tiling
+from seqmoe_kernels.tiling import RowTiling
 
 
 class Subject(NamedTuple):
     """A kernel and its candidates; its calls take the tiling."""
 
     name: str
-    candidates: list[Any]
-    calls: list[Callable[[Any], object]]
+    candidates: list[RowTiling]
+    calls: list[Callable[[RowTiling], object]]
 
 
 def subjects() -> Iterator[Subject]:
@@ -56,41 +56,29 @@ def subjects() -> Iterator[Subject]:
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
     calls = [lambda t, p=p: gate_up_triton(x, slots, found(p), FORMAT, t) for p in orders]
-    yield Subject("gate+up", row_candidates(HIDDEN), calls)
+    yield Subject("gate+up", candidates(HIDDEN), calls)
     calls = [lambda t, p=p: down_triton(act, slots, p, shares, x, FORMAT, t) for p in orders]
-    yield Subject("down", row_candidates(TOP_K * INTER), calls)
+    yield Subject("down", candidates(TOP_K * INTER), calls)
     groups = fp8_matrices(QUERIES, KEYS, KEYS, cols=HIDDEN)
     calls = [lambda t, g=g: linears_triton(x, g, norm, None, t) for g in groups]
-    yield Subject("qkv", candidates(HIDDEN, 1), calls)
+    yield Subject("qkv", candidates(HIDDEN), calls)
     mixed = torch.randn((1, QUERIES), dtype=BF16, device="cuda")
     groups = fp8_matrices(HIDDEN, cols=QUERIES)
     calls = [lambda t, g=g: linears_triton(mixed, g, None, x, t) for g in groups]
-    yield Subject("o", candidates(QUERIES, 1), calls)
+    yield Subject("o", candidates(QUERIES), calls)
     weights = random_matrices(EXPERTS, HIDDEN, BF16)
     calls = [lambda t, w=w: linears_triton(x, [Matrix(w)], norm, None, t) for w in weights]
-    yield Subject("router", candidates(2 * HIDDEN, 2), calls)
+    yield Subject("router", candidates(2 * HIDDEN), calls)
 
 
-def row_candidates(row_bytes: int) -> list[RowTiling]:
-    """Tilings of an expert kernel in which a lane has 4 to 32 loads on their way."""
-    num_tiles = -(-row_bytes // 512)
+def candidates(row_bytes: int) -> list[RowTiling]:
+    """Tilings in which a lane has at most 16 loads of each matrix on their way."""
     return [
         RowTiling(rows, tiles, warps)
         for rows in (2, 4, 8, 16)
-        for tiles in range(1, num_tiles + 1)
         for warps in (1, 2, 4, 8)
-        if num_tiles % tiles == 0 and 4 <= rows * tiles // warps <= 32
-    ]
-
-
-def candidates(row_bytes: int, itemsize: int) -> list[Tiling]:
-    """Tilings in which a thread has 2 to 8 loads of 16 bytes in each tile."""
-    return [
-        Tiling(rows, width // itemsize, min(-(-row_bytes // width), 4), warps)
-        for width in (512, 1024, 2048, 4096)
-        for rows in (1, 2, 4, 8, 16)
-        for warps in (1, 2, 4, 8)
-        if width // itemsize >= 128 and 2 <= rows * width // (16 * 32 * warps) <= 8
+        for tiles in range(1, 16 // rows + 1)
+        if -(-row_bytes // (512 * warps)) % tiles == 0
     ]
 
 

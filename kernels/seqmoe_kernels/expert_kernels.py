@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.fp8 import BLOCK
+from seqmoe_kernels.fp8 import BLOCK, block_row
 from seqmoe_kernels.pdl import acquired, let_next_start, wait_for_inputs
-from seqmoe_kernels.row_products import block_row, load_tile
+from seqmoe_kernels.row_products import load_tile
 from seqmoe_kernels.row_tiles import (
     TILE_BITS,
     add_products,

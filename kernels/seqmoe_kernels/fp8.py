@@ -39,6 +39,12 @@ def num_blocks(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-cols // BLOCK)
 
 
+@triton.jit
+def block_row(row, K: tl.constexpr):
+    """The offset of the scales of row `row` of a weight with K columns."""
+    return row // _BLOCK * tl.cdiv(K, _BLOCK)
+
+
 def dequantize_reference(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -15,13 +15,34 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.fp8 import dequantize, dequantize_reference, kernel_codes, num_blocks
-from seqmoe_kernels.norm import Norm, inverse_rms, rms_norm, rms_norm_reference
+from seqmoe_kernels.fp8 import (
+    BLOCK,
+    block_row,
+    dequantize,
+    dequantize_reference,
+    kernel_codes,
+    num_blocks,
+)
+from seqmoe_kernels.norm import Norm, inverse_rms, normalized, rms_norm, rms_norm_reference
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
-from seqmoe_kernels.row_products import block_row, dot_rows, load_tile, vector
-from seqmoe_kernels.tiling import Tiling, tiling_for
+from seqmoe_kernels.row_products import load_tile
+from seqmoe_kernels.row_tiles import (
+    TILE_BITS,
+    add_products,
+    no_sums,
+    on_tensor_cores,
+    operand_of,
+    row_sums,
+    slice_starts,
+    slices_of_rows,
+    slices_of_vector,
+    vector_columns,
+)
+from seqmoe_kernels.tiling import RowTiling, linear_tiling
 
 MAX_MATRICES = 3
+
+_BLOCK = tl.constexpr(BLOCK)
 
 
 class Matrix(NamedTuple):
@@ -53,6 +74,16 @@ def linears_reference(
 
 
 @triton.jit
+def _normed(value, gain, inv_rms):
+    return normalized(value.to(tl.float32), gain.to(tl.float32), inv_rms, value.dtype)
+
+
+@triton.jit
+def _square(value):
+    return value.to(tl.float32) * value.to(tl.float32)
+
+
+@triton.jit
 def _gemv_kernel(
     x,
     gain,
@@ -74,8 +105,10 @@ def _gemv_kernel(
     rows_2,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     MATRICES: tl.constexpr,
     NORM: tl.constexpr,
@@ -94,42 +127,66 @@ def _gemv_kernel(
                 if block >= tl.cdiv(rows, ROWS):
                     block, place = block - tl.cdiv(rows, ROWS), place + rows
                     weight, scale, bias, rows = weight_2, scale_2, bias_2, rows_2
-    first = block * ROWS
-    row = first + tl.arange(0, ROWS)
-    inside = row < rows
-    starts = row.to(tl.int64) * K
-    ahead = load_tile(weight, starts, inside, tl.arange(0, BLOCK_K), K)
-    wait_for_inputs(PDL)
-    inv_rms = 0.0
-    if NORM:
-        inv_rms = inverse_rms(x, eps, K, BLOCK_H)
-        if KEEP and tl.program_id(0) == 0:
-            column = tl.arange(0, BLOCK_H)
-            value = vector(x, gain, inv_rms, column, K, True)
-            tl.store(normed + column, value.to(normed.dtype.element_ty), mask=column < K)
-    scales = scale + block_row(first, K)
-    result = dot_rows(
-        ahead,
-        weight,
-        starts,
-        inside,
-        x,
-        gain,
-        inv_rms,
-        scales,
-        K,
-        BLOCK_K,
-        TILES,
-        NORM,
-    )
+    dtype: tl.constexpr = weight.dtype.element_ty
+    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // dtype.primitive_bitwidth)
+    SLICE: tl.constexpr = TILE_BITS // 8 // dtype.primitive_bitwidth
+    row = block * ROWS + tl.arange(0, ROWS)
+    starts, inside = row.to(tl.int64) * K, row < rows
+    scales = scale + block_row(block * ROWS, K)
+    of_slices = slice_starts(SLICE, WARPS)
+    at = vector_columns(SLICE, WARPS, 16 // (x.dtype.element_ty.primitive_bitwidth // 8))
+    sums = no_sums(ROWS, WARPS, TENSOR_CORES)
+    shift = tl.zeros((ROWS,), x.dtype.element_ty)
+    before, inv_rms = shift, 0.0
     if BIAS:
-        result += tl.load(bias + row, mask=inside, other=0).to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    at = place + row
+        shift = tl.load(bias + row, mask=inside, other=0)
+    for batch in range(0, K, TILES * COLUMNS):
+        tiles, factors, gains, vectors = (), (), (), ()
+        for i in tl.static_range(TILES):
+            column = batch + i * COLUMNS + tl.arange(0, COLUMNS)
+            tiles += (load_tile(weight, starts, inside, column, K),)  # type: ignore[assignment]
+        for i in tl.static_range(TILES):
+            if dtype.primitive_bitwidth == 8:
+                begin = batch + i * COLUMNS + of_slices
+                factors += (tl.load(scales + begin // _BLOCK, mask=begin < K, other=0.0),)  # type: ignore[assignment]
+            if NORM:
+                column = batch + i * COLUMNS + at
+                gains += (tl.load(gain + column, mask=column < K, other=0.0),)  # type: ignore[assignment]
+        if batch == 0:
+            wait_for_inputs(PDL)
+            if RESIDUAL:
+                before = tl.load(residual + place + row, mask=inside, other=0)
+                tl.debug_barrier()  # or the compiler would put this off, it is wanted last
+        for i in tl.static_range(TILES):
+            column = batch + i * COLUMNS + at
+            vectors += (tl.load(x + column, mask=column < K, other=0.0),)  # type: ignore[assignment]
+        if NORM:
+            if TILES * COLUMNS >= K:
+                squares = tl.zeros(at.shape, tl.float32)
+                for i in tl.static_range(TILES):
+                    squares += _square(vectors[i])
+                inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
+            elif batch == 0:
+                inv_rms = inverse_rms(x, eps, K, BLOCK_H)
+        for i in tl.static_range(TILES):
+            value = _normed(vectors[i], gains[i], inv_rms) if NORM else vectors[i]
+            if KEEP:  # noqa: SIM102 (one condition is the compiler's)
+                if tl.program_id(0) == 0:
+                    column = batch + i * COLUMNS + at
+                    tl.store(normed + column, value, mask=column < K)
+            vector, factor = slices_of_vector(value, OPERAND, dtype)
+            if dtype.primitive_bitwidth == 8:
+                factor *= factors[i]
+            slices = slices_of_rows(tiles[i], OPERAND, WARPS)
+            factor = tl.broadcast_to(factor[:, None, :], (WARPS, ROWS, 8))
+            sums = add_products(sums, slices, vector, factor, TENSOR_CORES)
+    result = row_sums(sums, ROWS, TENSOR_CORES)
+    if BIAS:
+        result += shift.to(tl.float32)
+    result = result.to(out.dtype.element_ty)
     if RESIDUAL:
-        before = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
-        result = before + result.to(dtype).to(tl.float32)
-    tl.store(out + at, result.to(dtype), mask=inside)
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out + place + row, result, mask=inside)
 
 
 def check_linears(
@@ -159,7 +216,7 @@ def linears_triton(
     matrices: Sequence[Matrix],
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
 ) -> list[torch.Tensor]:
     check_kernel_device(x)
     check_linears(x, matrices, norm, residual)
@@ -179,7 +236,7 @@ def one_token(
     matrices: Sequence[Matrix],
     norm: Norm | None,
     residual: torch.Tensor | None,
-    tiling: Tiling | None,
+    tiling: RowTiling | None,
     normed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The products of `x` [1, in] one behind the other, [1, sum of out]; norm(x) into `normed`."""
@@ -187,7 +244,7 @@ def one_token(
     if cols % 16:
         raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
     out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
-    tiling = tiling or tiling_for(sum(sizes), cols, matrices[0].weight.dtype, x.device)
+    tiling = tiling or linear_tiling(sum(sizes), cols, matrices[0].weight.dtype, x.device)
     arguments: list[Any] = []
     for weight, scale, bias in [*matrices, *[matrices[0]] * MAX_MATRICES][:MAX_MATRICES]:
         codes = weight if scale is None else kernel_codes(weight)
@@ -204,8 +261,10 @@ def one_token(
         *arguments,
         cols,
         tiling.rows,
-        tiling.columns,
         tiling.tiles,
+        tiling.num_warps,
+        operand_of(arguments[0], x),
+        on_tensor_cores(arguments[0], x),
         triton.next_power_of_2(cols),
         len(matrices),
         norm is not None,
@@ -213,6 +272,7 @@ def one_token(
         residual is not None,
         matrices[0].bias is not None,
         num_warps=tiling.num_warps,
+        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
         enable_fp_fusion=True,
         **pdl_options(x.device),
     )

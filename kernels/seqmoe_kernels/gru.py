@@ -92,7 +92,6 @@ def _gru_kernel(
         past_state,
         gain,
         0.0,
-        gain,
         D,
         BLOCK_K,
         TILES,
@@ -102,7 +101,7 @@ def _gru_kernel(
     a = tl.load(own_bias + row, mask=inside, other=0).to(tl.float32)
     wait_for_inputs(PDL)
     inv_rms = inverse_rms(x, eps, D, BLOCK_D)
-    a += dot_rows(ahead, own, starts, inside, x, gain, inv_rms, gain, D, BLOCK_K, TILES, True)
+    a += dot_rows(ahead, own, starts, inside, x, gain, inv_rms, D, BLOCK_K, TILES, True)
     reset = sigmoid(_gate(a + b, place, 0, UNITS))
     update = sigmoid(_gate(a + b, place, 1, UNITS))
     new = _gate(a, place, 2, UNITS) + reset * _gate(b, place, 2, UNITS)

@@ -13,7 +13,7 @@ from seqmoe_kernels.gemv import (
     one_token,
 )
 from seqmoe_kernels.norm import Norm, rms_norm, rms_norm_reference
-from seqmoe_kernels.tiling import tiling_for
+from seqmoe_kernels.tiling import linear_tiling
 
 
 def normed_linear_reference(
@@ -33,7 +33,7 @@ def normed_linear_triton(
     if x.shape[0] == 1:
         h = torch.empty_like(x)
         # the tiling that `matrix` has by itself, so that `more` does not change a bit of its result
-        tiling = tiling_for(len(matrix.weight), x.shape[1], matrix.weight.dtype, x.device)
+        tiling = linear_tiling(len(matrix.weight), x.shape[1], matrix.weight.dtype, x.device)
         return h, one_token(x, matrices, norm, None, tiling, h)
     h = rms_norm(x, *norm)
     return h, torch.cat(linears_triton(h, matrices), dim=1)

@@ -9,7 +9,7 @@ import torch
 
 
 class Tiling(NamedTuple):
-    """How a matrix-vector product is cut into programs and turns of their loop."""
+    """How a product of the predictor is cut into programs and turns of their loop."""
 
     rows: int  # per program; a power of two, at most 128
     columns: int  # of a tile; a power of two, at least 128
@@ -18,11 +18,28 @@ class Tiling(NamedTuple):
 
 
 class RowTiling(NamedTuple):
-    """How an expert kernel is cut into programs; a tile takes 512 bytes of each row for a warp."""
+    """How products on tensor cores are cut into programs; a tile takes 512 bytes of each row for a
+    warp."""
 
-    rows: int  # per program; of gate and of up
+    rows: int  # per program, a power of two from 2 to 128; of gate and of up
     tiles: int  # on their way at once
     num_warps: int  # which share the columns
+
+
+def linear_tiling(
+    num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device
+) -> RowTiling:
+    """16 KiB for a program and on their way at once, less if that leaves fewer than three programs
+    for a multiprocessor; two rows at least. Depends on shape, dtype and device alone, never on data
+    or on the pool: another tiling may round a sum differently."""
+    row_bytes, rows = cols * weight_dtype.itemsize, 8
+    while rows > 2 and (
+        rows * row_bytes > 2**14 or num_rows < rows * 3 * _num_multiprocessors(device)
+    ):
+        rows //= 2
+    count = -(-row_bytes // (4 * 512))
+    num_batches = -(-count * rows // 8)
+    return RowTiling(rows, -(-count // num_batches), 4)
 
 
 def gate_up_tiling(hidden: int, weight_dtype: torch.dtype) -> RowTiling:
@@ -49,8 +66,7 @@ def _row_tiling(row_bytes: int, rows: range, most_bytes: int, most_tiles: int) -
 def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
     """As many rows for a program as leave three programs for every multiprocessor. Programs of many
     rows walk through them in narrow tiles, those of few have up to 4 KiB of each on its way
-    at once. Depends on shape, dtype and device alone, never on data or on the pool: another tiling
-    may round a sum differently."""
+    at once. Depends on shape, dtype and device alone, as in `linear_tiling`."""
     rows = 16
     while rows > 2 and num_rows < rows * 3 * _num_multiprocessors(device):
         rows //= 2

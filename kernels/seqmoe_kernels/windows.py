@@ -48,7 +48,7 @@ def _window_kernel(
     result = tl.load(bias + row, mask=inside, other=0).to(tl.float32)
     wait_for_inputs(PDL)
     inv_rms = inverse_rms(x, eps, D, BLOCK_D)
-    result += dot_rows(ahead, matrix, starts, inside, x, gain, inv_rms, x, D, BLOCK_K, TILES, True)
+    result += dot_rows(ahead, matrix, starts, inside, x, gain, inv_rms, D, BLOCK_K, TILES, True)
     z = vector(x, gain, inv_rms, row % D, D, True)
     tl.store(out + row, z + result * sigmoid(result), mask=inside)
 

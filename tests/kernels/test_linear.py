@@ -13,9 +13,9 @@ from seqmoe_kernels.gemv import (
     linears_triton,
 )
 from seqmoe_kernels.normed import normed_linear_triton
-from seqmoe_kernels.tiling import Tiling
+from seqmoe_kernels.tiling import RowTiling, linear_tiling
 
-SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272)]
+SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272), (5, 8208)]
 
 
 def random_fp8(gen: torch.Generator, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,15 +101,35 @@ def test_gemv_fp8(
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
 
 
-def test_the_tiling_changes_rounding_at_most(device: torch.device, gen: torch.Generator) -> None:
-    x = torch.randn((1, 640), generator=gen)
-    weight, scale = random_fp8(gen, 24, 640)
-    x, matrix = x.to(device), Matrix(weight.to(device), scale.to(device))
-    (expected,) = linears_triton(x, [matrix], tiling=Tiling(16, 512, 2, 4))
-    for tiling in (Tiling(2, 512, 1, 1), Tiling(8, 512, 2, 2)):
-        # a compiler may fuse multiplications and additions of one tiling otherwise than another's
-        (got,) = linears_triton(x, [matrix], tiling=tiling)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_tiling_changes_rounding_at_most(
+    device: torch.device, gen: torch.Generator, normed: bool, fp8: bool, dtype: torch.dtype
+) -> None:
+    """Whether all columns of a row are on their way at once or come in several batches."""
+    x = torch.randn((1, 640), generator=gen).mul(3).to(device, dtype)
+    (matrix,) = random_matrices(gen, 640, [24], dtype, fp8, True)
+    norm = Norm((torch.rand(640, generator=gen) + 0.5).to(device, dtype), 1e-6) if normed else None
+    matrix = on(device, matrix)
+    (expected,) = linears_triton(x, [matrix], norm, tiling=RowTiling(4, 2, 4))
+    # a compiler may fuse multiplications and additions of one tiling otherwise than another's
+    rtol, atol = {torch.float32: (1e-5, 3e-3), torch.bfloat16: (2**-7, 1e-2)}[dtype]
+    for tiling in (RowTiling(2, 1, 1), RowTiling(8, 1, 2), RowTiling(16, 2, 1)):
+        (got,) = linears_triton(x, [matrix], norm, tiling=tiling)
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("cols", [768, 2048, 2880, 4096, 5120, 14336])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_the_tiling_of_a_linear_layer(dtype: torch.dtype, cols: int) -> None:
+    """A program has 16 KiB on their way at once, of two rows at least; no tile is all rest."""
+    for num_rows in (1, 128, 10**6):
+        rows, tiles, num_warps = linear_tiling(num_rows, cols, dtype, torch.device("cpu"))
+        assert rows in (2, 4, 8) and rows * tiles * num_warps * 512 <= 2**14
+        assert rows == 2 or rows * 3 <= num_rows
+        needed = -(-cols * dtype.itemsize // (num_warps * 512))
+        assert -(-needed // tiles) == -(-needed * rows // 8)  # the fewest batches
 
 
 def test_gemv_fp8_holds_extreme_values(device: torch.device) -> None:
