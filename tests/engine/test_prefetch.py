@@ -144,10 +144,12 @@ def test_the_same_tokens_whatever_the_thread_does(
     engine = open_engine(packed, device)
     assert engine.prefetch is not None
     engine.prefetch.flights.rules[PATIENCE_NS] = int(patience_s * 1e9)
+    prefetched_bytes = 0  # most in the first turn: steps that wait long ask for sure things alone
     for _ in range(2):
         tokens, stats = say(engine)
         assert tokens == plain
-        assert stats.prefetched_bytes > 0 or trouble in (late, lost, deadly)
+        prefetched_bytes += stats.prefetched_bytes
+    assert prefetched_bytes > 0 or trouble in (late, lost, deadly)
     assert bool(engine.fallbacks) == (trouble is deadly)
     if trouble is deadly:
         assert "prefetch has stopped (OSError: no more)" in engine.fallbacks[0]
