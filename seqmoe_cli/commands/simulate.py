@@ -111,6 +111,7 @@ _Delay = Annotated[float, _number("--delay-us", "US", 0, 1e6, "From a request to
 _Least = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable.")]
 _Budget = Annotated[int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")]
 _InFlight = Annotated[int, _number("--in-flight", "N", 1, 64, "Most prefetches under way at once.")]
+_Every = Annotated[int, _number("--every", "N", 1, 1024, "Ask behind one of N layers.")]
 _Slack = Annotated[float, _number("--slack", "X", 0, 1, "Lateness allowed, in fetches.")]
 _Seed = Annotated[int, _number("--seed", "N", 0, 2**32, "Of everything blurred.")]
 _Output = Annotated[
@@ -144,6 +145,7 @@ def simulate(
     least: _Least = 0.25,
     budget: _Budget = 64,
     in_flight: _InFlight = 2,
+    every: _Every = 1,
     slack: _Slack = 0.0,
     seed: _Seed = 0,
     output: _Output = "md",
@@ -184,7 +186,9 @@ def simulate(
             launch_s=1e-6 * launch_us,
             delay_s=1e-6 * delay_us,
         ),
-        rules=Prefetching(in_flight=in_flight, budget=budget, least=least, slack=slack),
+        rules=Prefetching(
+            in_flight=in_flight, budget=budget, least=least, slack=slack, every=every
+        ),
         look_ahead=_accuracy(look_ahead),
         forecast=forecast,
         predictor=None if stored is None else _foresight(stored),

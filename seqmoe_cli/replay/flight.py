@@ -19,14 +19,16 @@ _NONE = np.empty(0, np.int64)
 @dataclass(frozen=True)
 class Prefetching:
     """`source` None: no prefetch. At most `in_flight` copies are under way, at most `budget` are
-    asked for in a token; a candidate less probable than `least` is left alone. A copy may land
-    `slack` times the time of a fetch after it is wanted: it is waited for, and that is sooner."""
+    asked for in a token, behind each of the events that `every` divides; a candidate less probable
+    than `least` is left alone. A copy may land `slack` times the time of a fetch after it is
+    wanted: it is waited for, and that is sooner."""
 
     source: Prefetch | None = None
     in_flight: int = 2
     budget: int = 64
     least: float = 0.25
     slack: float = 0.0
+    every: int = 1
 
 
 class Flight:
@@ -98,7 +100,7 @@ class Flight:
     def request(self, event: int, wanted: Ints) -> int:
         """Ask for what is worth it behind an event that wanted these experts; returns the number of
         copies."""
-        if self._rules.source is None:
+        if self._rules.source is None or event % self._rules.every:
             return 0
         self.land()
         room = min(self._rules.in_flight - len(self._clock.copies), self._budget)

@@ -122,6 +122,15 @@ def test_nothing_is_asked_for_that_cannot_be_in_time() -> None:
     assert done.loads.tolist() == replay(real, 60, lru).loads.tolist()
 
 
+def test_copies_are_asked_for_behind_one_of_several_layers() -> None:
+    real = Routing(random_trace(1, 40, 6, 20, 3))
+    often, seldom = (
+        replay(real, 60, belady, FAST, Prefetching(OraclePrefetch(real), every=every))
+        for every in (1, 3)
+    )
+    assert 0 < seldom.copies.max() <= 2 * 2 < often.copies.max()  # two layers of six, two each
+
+
 def test_a_late_copy_is_a_miss() -> None:
     """Half a fetch of lateness is allowed: such copies are waited for, and shorten the stall."""
     real = routing()
