@@ -71,6 +71,7 @@ def report(
 ) -> dict[str, Any]:
     """The object that --json prints."""
     stats, plan = answer.stats, engine.plan
+    verdict = None if engine.prefetch is None else engine.prefetch.switch.verdict
     result = {
         "model": request.model,
         "text": answer.text,
@@ -91,6 +92,8 @@ def report(
         "prefetch": plan.prefetch,
         "prefetch_status": engine.prefetch.status if engine.prefetch else "off",
         "prefetch_rested_tokens": stats.decode.rested_tokens,
+        "prefetch_saved": None if verdict is None else verdict.saved,
+        "prefetch_copies_per_use": None if verdict is None else verdict.copies_per_use,
         "prefetch_hits": stats.prefetch_hits,
         "prefetches_late": stats.decode.prefetches_late,
         "prefetches_dropped": stats.decode.prefetches_dropped,

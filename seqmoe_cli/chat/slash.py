@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.sampling import KNOBS, Setting
-from seqmoe_cli.chat.status import rate, size
+from seqmoe_cli.chat.status import rate, size, worth_line
 from seqmoe_cli.chat.template import THINK_CHOICES
 from seqmoe_cli.engine.stats import StepStats, TurnStats
 from seqmoe_cli.errors import SeqmoeError, UsageError, either
@@ -168,10 +168,13 @@ def _stats(chat: Chat, argument: str) -> None:
     rows = [_figures(name, t) for name, t in (("last", chat.turns[-1]), ("all", total))]
     names = (
         *("", "answer", "prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch"),
-        *(("in time", "prefetched", "without it") if chat.engine.prefetch else ()),
+        *(("prefetch hits", "prefetched", "prefetch off") if chat.engine.prefetch else ()),
     )
     table = list(zip(names, *(row[: len(names)] for row in rows), strict=True))
     lines = [f"{n:14}{a:>14}{b:>14}" for n, a, b in table]
+    verdict = chat.engine.prefetch and chat.engine.prefetch.switch.verdict
+    if verdict:
+        lines.append(worth_line(verdict.saved, verdict.copies_per_use))
     if chat.engine.foresight is not None:
         shares = "/".join(f"{share:.0%}" for share in chat.engine.foresight.trust())
         lines.append(f"the predictor is trusted {shares} for the steps 1/2/3-4/5-8 ahead")

@@ -40,6 +40,15 @@ def _prefetch(stats: TurnStats, prefetch: str) -> list[str]:
     return [f"prefetch {stats.prefetch_hits / tokens:,.1f}/tok in time"]
 
 
+def worth_line(saved: float, copies_per_use: float | None) -> str:
+    """What prefetch was worth when it was last compared with none."""
+    word = "saved" if saved >= 0 else "cost"
+    line = f"prefetch {word} {abs(saved):.1%} of a step when it was last compared, "
+    return line + (
+        "no copy was of use" if copies_per_use is None else f"{copies_per_use:,.1f} copies a use"
+    )
+
+
 def idle_line(num_ctx: int, ctx_size: int, pool_bytes: int, width: int) -> str:
     """The line under the prompt while nothing happens."""
     fields = [f"ctx {num_ctx:,}/{ctx_size:,}", f"pool {size(pool_bytes)}", "/help"]

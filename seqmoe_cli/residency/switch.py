@@ -10,7 +10,7 @@ COMPARE = 32  # steps without it, right behind them, that they are compared with
 RUN = 224  # steps with it once it has paid, until it is compared again
 REST = 64  # steps without it once it has not; twice as many after the next try that fails
 MOST_REST = 1024
-MIN_COPIES = 16  # fewer say nothing
+MIN_COPIES = 16  # fewer, or fewer misses, say nothing
 MAX_COPIES_PER_USE = 4.0  # more bytes are not worth a miss avoided
 GAIN = 0.01  # of a step's time, to be worth it
 
@@ -52,8 +52,15 @@ class Verdict:
         return 1 - self.tried.step_s / self.without_s if self.without_s else 0.0
 
     @property
+    def copies_per_use(self) -> float | None:
+        """Records copied for each that spared a fetch or shortened one; None if none did."""
+        return self.tried.copies / self.tried.used if self.tried.used else None
+
+    @property
     def pays(self) -> bool:
-        return self.saved >= GAIN and self.tried.copies <= MAX_COPIES_PER_USE * self.tried.used
+        """A gain without copies is chance."""
+        copies, used = self.tried.copies, self.tried.used
+        return self.saved >= GAIN and MIN_COPIES <= copies <= MAX_COPIES_PER_USE * used
 
 
 class KillSwitch:
@@ -90,8 +97,7 @@ class KillSwitch:
 
     def _go_on(self) -> None:
         if self.is_on:
-            enough = self._tried.copies >= MIN_COPIES
-            self.is_on, self._left, self._plain = not enough, COMPARE if enough else TRY, NOTHING
+            self.is_on, self._left, self._plain = False, COMPARE, NOTHING
             return
         if not self.rests:
             self.verdict = Verdict(self._tried, self._without_s())

@@ -96,9 +96,9 @@ def test_where_the_time_goes() -> None:
 @pytest.mark.parametrize(
     ("plain_step_s", "copies", "saved", "pays", "words"),
     [
-        (0.2, 6, 0.25, True, "25.0 % shorter than without; a chat would leave it on"),
+        (0.2, 20, 0.25, True, "25.0 % shorter than without; a chat would leave it on"),
         (0.2, 60, 0.25, False, "25.0 % shorter than without; a chat would turn it off"),
-        (0.1, 6, -0.5, False, "50.0 % longer than without; a chat would turn it off"),
+        (0.1, 20, -0.5, False, "50.0 % longer than without; a chat would turn it off"),
     ],
 )
 def test_what_prefetch_saves(
@@ -106,7 +106,7 @@ def test_what_prefetch_saves(
 ) -> None:
     """A step takes 0.15 s; too many copies for those used are not worth it."""
     setting = replace(SETTING, prefetch="lookahead", pool_bytes=1100)
-    asked = {"prefetched_bytes": 100 * copies, "prefetch_hits": 2, "prefetches_late": 1}
+    asked = {"prefetched_bytes": 100 * copies, "prefetch_hits": 8, "prefetches_late": 1}
     samples = [replace(SAMPLES[0], total=replace(SAMPLES[0].total, step_s=1.2, **asked))]
     case, accuracy = Case(0, 8, 0, 1), [(9, 8, 5)]
     row = make_row(setting, case, "cold", "", samples, accuracy=accuracy, plain_step_s=plain_step_s)

@@ -299,14 +299,18 @@ def test_prefetch_is_in_stats_and_settings(talk: Talk, endless: Path, session: S
         ahead.run("/clear")
         ahead.ask("hi")
     assert rows["prefetched"][1::2] == ["MiB", "MiB"] and float(rows["prefetched"][0]) > 0
-    assert rows["in time"][0].isdecimal() and rows["without it"] == ["0", "tok"] * 2
+    assert rows["prefetch hits"][0].isdecimal() and rows["prefetch off"] == ["0", "tok"] * 2
     assert re.search(r"^prefetch +lookahead *$", ahead.run("/show"), re.M)
     assert engine.prefetch is not None
     for _ in range(TRY + COMPARE + 2 * SETTLE):  # by then it is known not to pay
         engine.prefetch.switch.observe(StepCosts(8, 0, 9, 1.0, 1.0))
     ahead.ask("more")
-    rows = {line[:14].strip(): line[14:].split() for line in ahead.run("/stats").splitlines()}
-    assert 0 < int(rows["without it"][0]) == int(rows["without it"][2])
+    said = ahead.run("/stats")
+    rows = {line[:14].strip(): line[14:].split() for line in said.splitlines()}
+    assert 0 < int(rows["prefetch off"][0]) == int(rows["prefetch off"][2])
+    assert re.search(
+        r"^prefetch (saved|cost) [\d.]+% of a step .* (copies a|of) use$", said, re.M
+    )
     assert "lookahead, resting: it did not pay" in ahead.run("/show")
     engine.prefetch.thread.died = "gone"
     assert "lookahead, stopped" in ahead.run("/show")

@@ -76,3 +76,10 @@ def test_fields_go_from_the_right() -> None:
 )
 def test_sizes(number: int, text: str) -> None:
     assert status.size(number) == text
+
+
+def test_what_prefetch_was_worth() -> None:
+    line = status.worth_line(0.023, 1.5)
+    assert line == "prefetch saved 2.3% of a step when it was last compared, 1.5 copies a use"
+    assert status.worth_line(-0.1, None).startswith("prefetch cost 10.0% of a step")
+    assert status.worth_line(-0.1, None).endswith(", no copy was of use")

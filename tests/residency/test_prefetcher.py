@@ -285,9 +285,13 @@ def test_rests_grow_until_a_try_pays() -> None:
     assert observed_at_rest(switch, plain, REST, settled=True)
 
 
-def test_a_try_without_copies_says_nothing() -> None:
+def test_a_try_without_copies_does_not_pay() -> None:
+    """Whatever the clock says: nothing was saved, and its kernels cost something."""
     switch = KillSwitch(1.0)
-    assert all(switch.observe(StepCosts(0, 0, 10, 1e-3, 3e-3)) for _ in range(5 * TRY))
+    assert not observed(switch, StepCosts(0, 0, 10, 0.0, 1e-3), TRY)
+    assert not observed_at_rest(switch, StepCosts(0, 0, 10, 1e-3, 3e-3), COMPARE)
+    assert switch.rests and switch.verdict is not None
+    assert switch.verdict.saved > 0 and switch.verdict.copies_per_use is None
 
 
 def observed_at_rest(
