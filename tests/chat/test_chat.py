@@ -308,9 +308,7 @@ def test_prefetch_is_in_stats_and_settings(talk: Talk, endless: Path, session: S
     said = ahead.run("/stats")
     rows = {line[:14].strip(): line[14:].split() for line in said.splitlines()}
     assert 0 < int(rows["prefetch off"][0]) == int(rows["prefetch off"][2])
-    assert re.search(
-        r"^prefetch (saved|cost) [\d.]+% of a step .* (copies a|of) use$", said, re.M
-    )
+    assert re.search(r"^prefetch (saved|cost) [\d.]+% of a step .* (copies a|of) use$", said, re.M)
     assert "lookahead, resting: it did not pay" in ahead.run("/show")
     engine.prefetch.thread.died = "gone"
     assert "lookahead, stopped" in ahead.run("/show")
