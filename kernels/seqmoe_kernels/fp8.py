@@ -2,8 +2,8 @@
 
 Where the card converts FP8 by itself, kernels let it. Elsewhere they see the bytes as int8 and
 decode them with integer operations, just as exactly: the code's exponent and mantissa bits are
-moved to where f32 has them, which gives the value times 2^-120 (the difference of the two exponent
-biases).
+moved to where f16 or f32 has them, which gives the value times 2^-8 or 2^-120 (the difference of
+the two exponent biases).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Parts of the predictor's matrix-vector kernels: rows of a weight, times a vector in f32.
+"""Reading tiles of weight rows, and, for the predictor's kernels, their products with a vector in
+f32.
 
 A matrix-vector product reads every weight once, so its speed is that of memory. Each thread takes
 16 consecutive bytes of a row at a time (a chunk), sums inside the chunk, and adds chunks up in a

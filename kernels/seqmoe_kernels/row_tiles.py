@@ -1,4 +1,4 @@
-"""Parts of the expert kernels: tiles of weight rows, times a vector, on tensor cores.
+"""Parts of the kernels of experts and linear layers: weight rows times a vector, on tensor cores.
 
 A tensor core wants a matrix on both sides. So the COLUMNS of a row that a warp takes at a time, 16
 bytes for each lane, are cut into 8 slices, which make 8 rows of one operand; the vector's 8 slices

@@ -92,11 +92,9 @@ class Part:
 
 
 class Study:
-    """One trace under one set of assumptions. Raises what a predictor that does not fit it does."""
+    """One trace under one set of assumptions."""
 
     def __init__(self, part: Part, assumptions: Assumptions) -> None:
-        if assumptions.predictor:
-            assumptions.predictor(part.whole, part.replayed)
         self.part, self.assumptions = part, assumptions
         layer_s = assumptions.step_s / part.routing.num_layers
         self.link = replace(assumptions.link, layer_s=layer_s)
