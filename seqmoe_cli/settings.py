@@ -11,6 +11,7 @@ from seqmoe_cli.errors import UsageError
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 PREFETCHES = ("off", "lookahead", "full")
+PREFETCHERS = ("auto", "gpu", "thread")
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SLOTS, _MAX_BYTES = 10**9, 2**50  # beyond any machine: a typing error
 _POOL_HELP = (
@@ -74,8 +75,9 @@ class EngineOptions:
     """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
     None means all free memory of the device. `verify`: prove, on the device, that every slot read
     holds the expert asked for. `policy`, one of POLICIES: who leaves the pool. `prefetch`, one of
-    PREFETCHES: whether experts are copied before they are wanted. `predictor`: a file to take in
-    the place of the model's own."""
+    PREFETCHES: whether experts are copied before they are wanted. `prefetch_by`, one of
+    PREFETCHERS: who copies them; "auto" is the GPU where there is one. `predictor`: a file to take
+    in the place of the model's own."""
 
     pool: PoolSize = PoolSize("auto")
     device: str = "auto"
@@ -85,6 +87,7 @@ class EngineOptions:
     verify: bool = False
     policy: str = "lru"
     prefetch: str = "off"
+    prefetch_by: str = "auto"
     predictor: Path | None = None
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from seqmoe_kernels.attention_step import attention_step
 from seqmoe_kernels.choice import Chosen, RecordedIds, Routing, choose
+from seqmoe_kernels.courier import ask_beside, copy_beside
 from seqmoe_kernels.expert_mlp import expert_mlp
 from seqmoe_kernels.expert_pairs import expert_pairs
 from seqmoe_kernels.formats import (
@@ -21,10 +22,11 @@ from seqmoe_kernels.formats import (
     PoolState,
 )
 from seqmoe_kernels.fp8 import dequantize
+from seqmoe_kernels.gate import Courier
 from seqmoe_kernels.gemv import Matrix, linear, linears
 from seqmoe_kernels.gru import GruWeights, gru_step
 from seqmoe_kernels.hints import Expectation, note_hints
-from seqmoe_kernels.lookahead import Ahead
+from seqmoe_kernels.lookahead import Ahead, Asking
 from seqmoe_kernels.lookup import Resolved, resolve
 from seqmoe_kernels.mixture import combine
 from seqmoe_kernels.norm import Norm, rms_norm
@@ -50,7 +52,9 @@ __all__ = [
     "NO_VICTIM",
     "READY",
     "Ahead",
+    "Asking",
     "Chosen",
+    "Courier",
     "Expectation",
     "ExpertFormat",
     "ExpertHeads",
@@ -70,10 +74,12 @@ __all__ = [
     "SamplingState",
     "TokenInput",
     "UseHistory",
+    "ask_beside",
     "attention_step",
     "begin_step",
     "choose",
     "combine",
+    "copy_beside",
     "dequantize",
     "expected_uses",
     "expert_mlp",

@@ -11,6 +11,14 @@ import triton.language as tl
 from seqmoe_kernels.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.flights import check_flights, look_at_flights
 from seqmoe_kernels.formats import Flights, PoolState
+from seqmoe_kernels.gate import (
+    Courier,
+    check_courier,
+    close_gate,
+    close_gate_reference,
+    open_gate,
+    open_gate_reference,
+)
 from seqmoe_kernels.lookup import (
     Resolved,
     check_pool,
@@ -56,7 +64,9 @@ def choose_reference(
     flights: Flights | None = None,
     prospects: Prospects | None = None,
     used: torch.Tensor | None = None,
+    courier: Courier | None = None,
 ) -> Chosen:
+    logits, later = logits.tensor_split([routing.num_experts], dim=1)
     ids, weights = route_reference(logits, routing.top_k, routing.renormalize)
     chosen = ids[0]
     if recorded is not None:
@@ -65,7 +75,13 @@ def choose_reference(
     wanted = chosen + first
     if used is not None:
         wanted = used[layer * routing.top_k :][: routing.top_k].copy_(wanted)
+    if courier is not None:
+        close_gate_reference(courier)
     resolved = resolve_reference(wanted, pool, flights, prospects, first)
+    if courier is not None:
+        courier.logits[: later.shape[1]] = later[0]
+        resolved = resolved._replace(slots=courier.slots.copy_(resolved.slots))
+        open_gate_reference(courier, int(pool.clock), layer)
     return Chosen(wanted, weights[0], resolved)
 
 
@@ -78,6 +94,8 @@ def _choose_kernel(
     pool,
     flights,
     prospects,
+    courier,
+    num_later,
     resolved,
     recorded_ids,
     recorded_step,
@@ -91,14 +109,22 @@ def _choose_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORDED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    BESIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
+    if BESIDE:
+        close_gate(courier.gate)
     wait_for_inputs(PDL)
     logit = load_logits(logits, E, BLOCK_E)
+    if BESIDE:
+        i = tl.arange(0, BLOCK_L)
+        later = tl.load(logits + E + i, mask=i < num_later, other=0.0).to(tl.float32)
+        tl.store(courier.logits + i, later, mask=i < num_later)
     seen = None
     if PREFETCH:
         seen = look_at_flights(pool, flights)
@@ -111,10 +137,13 @@ def _choose_kernel(
     tl.store(wanted + rank, flat, mask=rank < K)
     tl.store(weights + rank, shares, mask=rank < K)
     top_k: tl.constexpr = K if PREFETCH else 0
+    event = tl.load(pool.clock) + 1
     resolve_experts(
         flat, K, pool, flights, seen, prospects, layer * E, resolved, num_slots, num_gaps, BLOCK_S,
         top_k,
     )  # fmt: skip
+    if BESIDE:
+        open_gate(courier.gate, event, layer)
 
 
 def choose_triton(
@@ -126,10 +155,15 @@ def choose_triton(
     flights: Flights | None = None,
     prospects: Prospects | None = None,
     used: torch.Tensor | None = None,
+    courier: Courier | None = None,
 ) -> Chosen:
     check_kernel_device(logits)
     num_experts, top_k, renormalize = routing
-    check("logits", logits, FLOATS, (1, num_experts), logits.device)
+    num_later = 0
+    if courier is not None:
+        check_courier(courier, logits.device)
+        num_later = min(logits.shape[1] - num_experts, len(courier.logits))
+    check("logits", logits, FLOATS, (1, num_experts + num_later), logits.device)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}, expected 1 to {num_experts} (the number of experts)")
     check_pool(pool, logits.device)
@@ -149,7 +183,8 @@ def choose_triton(
         return torch.empty(size, dtype=torch.int32, device=logits.device)
 
     weights = torch.empty(top_k, dtype=torch.float32, device=logits.device)
-    resolved = Resolved(ints(top_k), ints(top_k), ints(top_k), ints(1))
+    slots = ints(top_k) if courier is None else courier.slots
+    resolved = Resolved(slots, ints(top_k), ints(top_k), ints(1))
     wanted = ints(top_k) if used is None else used[layer * top_k :][:top_k]
     chosen = Chosen(wanted, weights, resolved)
     block_slots = triton.next_power_of_2(len(pool.owner))
@@ -160,6 +195,8 @@ def choose_triton(
         pool,
         flights,
         prospects,
+        courier,
+        num_later,
         resolved,
         *((None, None, 1) if recorded is None else (*recorded, len(recorded.ids))),
         layer,
@@ -171,9 +208,11 @@ def choose_triton(
         triton.next_power_of_2(num_experts),
         triton.next_power_of_2(top_k),
         block_slots,
+        1 if courier is None else triton.next_power_of_2(len(courier.logits)),
         renormalize,
         recorded is not None,
         flights is not None,
+        courier is not None,
         num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
         **pdl_options(logits.device),
@@ -190,12 +229,14 @@ def choose(
     flights: Flights | None = None,
     prospects: Prospects | None = None,
     used: torch.Tensor | None = None,
+    courier: Courier | None = None,
 ) -> Chosen:
     """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
 
     With `recorded` the router's weights stay, its choice is replaced. With `prospects` the victims
-    are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). Updates `pool`
-    and `flights` in place.
+    are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With `courier`
+    the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left there for
+    `ask_beside`. Updates `pool`, `flights` and `courier` in place.
     """
     run = choose_triton if logits.is_cuda else choose_reference
-    return run(logits, layer, routing, pool, recorded, flights, prospects, used)
+    return run(logits, layer, routing, pool, recorded, flights, prospects, used, courier)

@@ -19,7 +19,9 @@ HITS, MISSES, NO_VICTIM, FAULT, STALL_NS, STEP_NS, GAP_NS = range(7)
 # was dropped; and all copies that have landed, which those are not that the host refused because
 # their time was over.
 PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED = range(7, 12)
-NUM_COUNTERS = 12
+# Bytes of copies that were cut short, their time being over.
+CUT_BYTES = 12
+NUM_COUNTERS = 13
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
 STEP_BEGAN, STEP_ENDED, STALL_BEGAN, STALL_ENDED = range(4)
 NUM_MARKS = 4
@@ -76,7 +78,7 @@ class PoolState(NamedTuple):
     rule: torch.Tensor  # int64 [2], RULE_TICK and RULE_NOW: how a use becomes a score
     log_sums: torch.Tensor  # int32 [G], log2(1 + 2^-gap) in score units, for gaps in steps of 256
     clock: torch.Tensor  # int64 [1], counts resolve events
-    counters: torch.Tensor  # int64 [12], HITS to LANDED
+    counters: torch.Tensor  # int64 [13], HITS to CUT_BYTES
     marks: torch.Tensor  # int64 [4], STEP_BEGAN to STALL_ENDED
 
     @classmethod
@@ -108,9 +110,9 @@ class Flights(NamedTuple):
 
     A flight whose slot is FETCHING is under way; its expert is in no lookup table, but the owner of
     the slot, unless the copy was dropped. A flight whose slot is READY has landed, and the slot is
-    no victim until its event has passed. `requests` and `control` lie in host memory (pinned when
-    the rest is on a GPU); the device only writes them. `control` is clock << 1, plus 1 while misses
-    are being fetched; it is kept up to date by the steps that may ask for copies.
+    no victim until its event has passed. `requests` and `control` are for who copies: `beside`, a
+    kernel on the device; else a thread, in host memory (pinned when the rest is on a GPU), which
+    the device only writes. `control` is clock << 1, plus 1 while misses are being fetched.
     """
 
     slot: torch.Tensor  # int32 [F], -1 for none
@@ -129,14 +131,22 @@ class Flights(NamedTuple):
 
     @classmethod
     def none(
-        cls, num_layers: int, top_k: int, distances: int, num_names: int, device: torch.device
+        cls,
+        num_layers: int,
+        top_k: int,
+        distances: int,
+        num_names: int,
+        device: torch.device,
+        beside: bool = False,
     ) -> Flights:
         """Nothing is under way; all rules are 0. `num_names` is a power of two."""
 
         def filled(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
-        def on_host(*shape: int) -> torch.Tensor:
+        def for_copies(*shape: int) -> torch.Tensor:
+            if beside:
+                return filled(*shape, value=-1)
             pin = device.type == "cuda"
             return torch.full(shape, -1, dtype=torch.int64, pin_memory=pin)
 
@@ -152,6 +162,6 @@ class Flights(NamedTuple):
             hints=filled(distances * num_names, value=-1, dtype=torch.int32),
             names=filled(num_layers, distances, num_names, value=-1, dtype=torch.int32),
             accuracy=filled(distances, 3),
-            requests=on_host(NUM_REQUESTS, REQUEST_WORDS),
-            control=on_host(1).zero_(),
+            requests=for_copies(NUM_REQUESTS, REQUEST_WORDS),
+            control=for_copies(1).zero_(),
         )

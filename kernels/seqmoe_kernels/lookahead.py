@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.choice import Chosen, RecordedIds
+from seqmoe_kernels.choice import RecordedIds
 from seqmoe_kernels.formats import CERTAIN, LEAST, NAMED, RIGHT, Flights
 from seqmoe_kernels.prospects import Prospects
 from seqmoe_kernels.router import route_reference, sort_key
@@ -19,26 +19,32 @@ FEW_NAMES = 64  # say nothing of how many are right
 _LEAST, _CERTAIN, _FEW_NAMES = map(tl.constexpr, (LEAST, CERTAIN, FEW_NAMES))
 
 
-class Ahead(NamedTuple):
-    """What `fetch` needs to ask for prefetches behind `layer`, whose experts are `chosen`.
-
-    `logits` [1, d * E]: the routers of the d next layers. `num_names` of each are looked at. With
-    `recorded` (`ids` int32 [steps, L, D, n], -1 for none) those are the names instead. `hinted`:
-    experts that `note_hints` has noted for the layers beyond may be asked for too.
+class Asking(NamedTuple):
+    """Who may be asked for: `num_names` of the `num_experts` that each router ahead likes best.
+    With `recorded` (`ids` int32 [steps, L, D, n], -1 for none) those are the names instead.
+    `hinted`: experts that `note_hints` has noted for the layers beyond may be asked for too.
     """
 
-    logits: torch.Tensor
-    layer: int
     num_experts: int
     num_names: int
-    chosen: Chosen
     recorded: RecordedIds | None = None
     hinted: bool = False
     prospects: Prospects | None = None  # by which victims are chosen
 
 
+class Ahead(NamedTuple):
+    """What is known behind `layer`: its experts, flat ids `wanted` int32 [K] in `slots` int32 [K],
+    and the `logits` [1, d * E] of the routers of the d next layers."""
+
+    layer: int
+    logits: torch.Tensor
+    wanted: torch.Tensor
+    slots: torch.Tensor
+    asking: Asking
+
+
 def judge_reference(ahead: Ahead, flights: Flights) -> None:
-    wanted = ahead.chosen.wanted[flights.absent > 0].tolist()
+    wanted = ahead.wanted[flights.absent > 0].tolist()
     for d in range(min(flights.names.shape[1], ahead.layer)):
         names = [name for name in flights.names[ahead.layer, d].tolist() if name >= 0]
         right = len(set(names) & set(wanted))
@@ -57,14 +63,15 @@ def named_reference(ahead: Ahead, flights: Flights) -> list[list[int]]:
     """For each layer that is seen, the flat ids named, the likeliest first."""
     num_layers, distances, _ = flights.names.shape
     seen = min(distances, num_layers - 1 - ahead.layer)
-    if ahead.recorded is not None:
-        ids, step = ahead.recorded
-        rows = ids[int(step) % len(ids), ahead.layer, :seen, : ahead.num_names]
+    num_experts, num_names, recorded, _, _ = ahead.asking
+    if recorded is not None:
+        ids, step = recorded
+        rows = ids[int(step) % len(ids), ahead.layer, :seen, :num_names]
     else:
-        logits = ahead.logits.view(-1, ahead.num_experts)[:seen]
-        rows = route_reference(logits, ahead.num_names, False)[0]
+        logits = ahead.logits.view(-1, num_experts)[:seen]
+        rows = route_reference(logits, num_names, False)[0]
     return [
-        [e + (ahead.layer + d) * ahead.num_experts if e >= 0 else -1 for e in row]
+        [e + (ahead.layer + d) * num_experts if e >= 0 else -1 for e in row]
         for d, row in enumerate(rows.tolist(), 1)
     ]
 

@@ -84,8 +84,7 @@ def resolve_reference(
         num_late = int(landed.late.sum())
         absent = ~hit | landed.early | landed.late
         flights.absent[: len(wanted)] = absent[: len(flights.absent)].int()
-        if missed:
-            flights.control.copy_(pool.clock * 2 + 1)
+        flights.control.copy_(pool.clock * 2 + bool(missed))
         pool.counters[STALL_NS] += landed.waited_ns
     pool.counters[HITS] += len(wanted) - len(missed) - num_late
     pool.counters[MISSES] += len(missed) + num_late
@@ -220,8 +219,7 @@ def resolve_experts(
     if PREFETCH:
         absent = early | late | miss
         tl.store(flights.absent + i, absent.to(tl.int32), mask=inside & (i < TOP_K))
-        if num_misses > 0:
-            tl.store(flights.control, now * 2 + 1)
+        tl.store(flights.control, now * 2 + (num_misses > 0).to(tl.int64))
     if num_misses > 0:
         slot = tl.arange(0, BLOCK_S)
         if PREFETCH:

@@ -37,6 +37,7 @@ from seqmoe_kernels.formats import (
 )
 from seqmoe_kernels.lookahead import (
     Ahead,
+    Asking,
     judge_names,
     judge_reference,
     named_experts,
@@ -44,7 +45,7 @@ from seqmoe_kernels.lookahead import (
     worthy_reference,
 )
 from seqmoe_kernels.lookup import check_pool
-from seqmoe_kernels.prospects import Prospects
+from seqmoe_kernels.prospects import Prospects, check_prospects
 from seqmoe_kernels.publish import LOW_BITS, NUMBER_BITS
 from seqmoe_kernels.victims import NEVER, victim_scores, victim_scores_reference
 
@@ -82,8 +83,7 @@ def read_request(requests: torch.Tensor, number: int) -> Request | None:
 def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
     if not flights.rules[IN_FLIGHT]:
         return
-    if not ahead.chosen.resolved.num_misses:
-        flights.control.copy_(pool.clock * 2)
+    num_experts = ahead.asking.num_experts
     judge_reference(ahead, flights)
     coming = {int(pool.owner[slot]) for slot in flights.slot.tolist() if slot >= 0}
     names, worthy = named_reference(ahead, flights), worthy_reference(flights)
@@ -100,8 +100,8 @@ def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
                 candidates.append((distance, expert))
             if slot < 0 or expert in coming:
                 row[rank] = expert
-    for hint in flights.hints.tolist() if ahead.hinted else ():
-        distance, slot = hint // ahead.num_experts - ahead.layer, int(pool.slot_of[hint])
+    for hint in flights.hints.tolist() if ahead.asking.hinted else ():
+        distance, slot = hint // num_experts - ahead.layer, int(pool.slot_of[hint])
         if hint >= 0 and distance > 0 and slot >= 0:
             resident.append(slot)
         elif hint >= 0 and distance > flights.names.shape[1] and hint not in coming:
@@ -122,9 +122,10 @@ def _start_reference(
     room = min(rules[IN_FLIGHT] - len(under_way), rules[PER_LAYER], rules[MOST_KEPT] - len(taken))
     if room <= 0 or not candidates:
         return
-    first_to_come = (ahead.layer + 1) * ahead.num_experts
-    scores = victim_scores_reference(pool, ahead.prospects, first_to_come)
-    barred = [slot for slot in ahead.chosen.resolved.slots.tolist() if slot >= 0]
+    prospects = ahead.asking.prospects
+    first_to_come = (ahead.layer + 1) * ahead.asking.num_experts
+    scores = victim_scores_reference(pool, prospects, first_to_come)
+    barred = [slot for slot in ahead.slots.tolist() if slot >= 0]
     scores[barred + resident + taken] = NEVER
     due = max([now + rules[DELAY_NS], *(int(flights.due_ns[f]) for f in under_way)])
     for _ in range(room):
@@ -137,7 +138,7 @@ def _start_reference(
         distance, expert = able[0]
         candidates.remove(able[0])
         scores[victim] = NEVER
-        _assign_reference(expert, victim, distance, due, pool, flights, ahead.prospects)
+        _assign_reference(expert, victim, distance, due, pool, flights, prospects)
 
 
 def _fetching(slot: int, pool: PoolState) -> bool:
@@ -203,8 +204,7 @@ def _both(names, hints):
 
 @triton.jit
 def request_prefetches(
-    logits, ids, step, num_steps, wanted, slots, num_misses, layer, pool, flights, prospects,
-    num_slots,
+    logits, ids, step, num_steps, wanted, slots, layer, pool, flights, prospects, num_slots,
     E: tl.constexpr, K: tl.constexpr, NAMES: tl.constexpr, NUM_LAYERS: tl.constexpr,
     DISTANCES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, RECORDED: tl.constexpr, HINTED: tl.constexpr,
@@ -212,8 +212,6 @@ def request_prefetches(
     """`Ahead` at work. For a single program that runs beside others of its launch: it touches no
     slot that this layer uses, so that the kernels behind it may read those at once."""
     if tl.load(flights.rules + _IN_FLIGHT) > 0:
-        if tl.load(num_misses) == 0:  # else it is told when they are there
-            tl.store(flights.control, tl.load(pool.clock) * 2)
         worthy = judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
         seen = tl.minimum(NUM_LAYERS - 1 - layer, DISTANCES)
         name = named_experts(
@@ -298,50 +296,53 @@ def _start_jobs(
             job = tl.where(job == best, _NOBODY_K, job)
             flight = tl.where(f == free, victim, flight)
             candidates = tl.where(slot == victim, _NEVER, candidates)
-    tl.debug_barrier()
-    tl.store(flights.number, number)
     tl.store(pool.counters + _PREFETCHES, count)
+    tl.debug_barrier()
+    tl.atomic_xchg(flights.number, number, sem="release")  # whoever reads it sees the requests
 
 
-def check_ahead(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
-    device = ahead.chosen.wanted.device
+def check_asking(asking: Asking, pool: PoolState, flights: Flights, device: torch.device) -> None:
     check_pool(pool, device)
     check_flights(flights, device)
     num_layers, distances, width = flights.names.shape
+    if not 1 <= asking.num_names <= width:
+        raise ValueError(f"num_names is {asking.num_names}, expected 1 to {width}")
+    if asking.recorded is not None:
+        shape = (-1, num_layers, distances, asking.num_names)
+        check("ids", asking.recorded.ids, torch.int32, shape, device)
+    if asking.prospects is not None:
+        check_prospects(asking.prospects, len(pool.slot_of), device)
+
+
+def check_ahead(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
+    device = ahead.wanted.device
+    check_asking(ahead.asking, pool, flights, device)
+    check("slots", ahead.slots, torch.int32, (len(ahead.wanted),), device)
+    num_layers, distances, _ = flights.names.shape
     seen = min(distances, num_layers - 1 - ahead.layer)
-    if not 1 <= ahead.num_names <= width:
-        raise ValueError(f"num_names is {ahead.num_names}, expected 1 to {width}")
-    if ahead.recorded is not None:
-        shape = (-1, num_layers, distances, ahead.num_names)
-        check("ids", ahead.recorded.ids, torch.int32, shape, device)
-    elif seen > 0:
-        check("logits", ahead.logits, FLOATS, (1, seen * ahead.num_experts), device)
+    if ahead.asking.recorded is None and seen > 0:
+        check("logits", ahead.logits, FLOATS, (1, seen * ahead.asking.num_experts), device)
 
 
-def request_arguments(ahead: Ahead, pool: PoolState, flights: Flights) -> tuple[object, ...]:
-    """Those of `_fetch_kernel` from `pool` on."""
+def asking_arguments(
+    asking: Asking, top_k: int, pool: PoolState, flights: Flights
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Those of `request_prefetches` that do not change from layer to layer: the recorded names, and
+    from `num_slots` on."""
     num_layers, distances, width = flights.names.shape
-    top_k = len(ahead.chosen.wanted)
-    recorded = ahead.recorded
-    return (
-        pool,
-        flights,
-        ahead.prospects,
-        ahead.logits,
-        *((None, None, 1) if recorded is None else (*recorded, len(recorded.ids))),
-        ahead.chosen.wanted,
-        ahead.chosen.resolved.slots,
-        ahead.layer,
+    num_experts, num_names, recorded, hinted, _ = asking
+    names = (None, None, 1) if recorded is None else (*recorded, len(recorded.ids))
+    return names, (
         len(pool.owner),
-        ahead.num_experts,
+        num_experts,
         top_k,
-        ahead.num_names,
+        num_names,
         num_layers,
         distances,
-        triton.next_power_of_2(ahead.num_experts),
+        triton.next_power_of_2(num_experts),
         triton.next_power_of_2(top_k),
         width,
         triton.next_power_of_2(len(pool.owner)),
         recorded is not None,
-        ahead.hinted,
+        hinted,
     )

@@ -16,8 +16,8 @@ from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED, Flights, PoolState
 from seqmoe_kernels.lookahead import Ahead
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.requests import (
+    asking_arguments,
     check_ahead,
-    request_arguments,
     request_prefetches,
     request_reference,
 )
@@ -107,9 +107,9 @@ def _fetch_kernel(
         # A row beyond those of misses; it touches no slot that this layer uses.
         if (i == tl.num_programs(1) - 1) & (tl.program_id(0) == 0):
             request_prefetches(
-                logits, ids, step, num_steps, wanted, used, num_misses, layer, pool, flights,
-                prospects, num_slots, E, K, NAMES, LAYERS, DISTANCES, BLOCK_E, BLOCK_K, BLOCK_N,
-                BLOCK_S, RECORDED, HINTED,
+                logits, ids, step, num_steps, wanted, used, layer, pool, flights, prospects,
+                num_slots, E, K, NAMES, LAYERS, DISTANCES, BLOCK_E, BLOCK_K, BLOCK_N, BLOCK_S,
+                RECORDED, HINTED,
             )  # fmt: skip
     if i < tl.load(num_misses):
         slot = tl.load(miss_slots + i).to(tl.int64)
@@ -182,7 +182,10 @@ def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
     pool, flights, ahead = prefetching or (None, None, None)
     if prefetching is None or ahead is None:
         return pool, flights, *(None,) * 4, 1, None, None, 0, 1, *(1,) * 9, False, False
-    return request_arguments(ahead, prefetching.pool, prefetching.flights)
+    top_k, asking = len(ahead.wanted), ahead.asking
+    names, sizes = asking_arguments(asking, top_k, prefetching.pool, prefetching.flights)
+    event = (ahead.wanted, ahead.slots, ahead.layer)
+    return pool, flights, asking.prospects, ahead.logits, *names, *event, *sizes
 
 
 def fetch(

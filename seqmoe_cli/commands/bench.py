@@ -13,9 +13,11 @@ from seqmoe_cli.commands.options import (
     DEFAULTS,
     DeviceOption,
     DtypeOption,
+    PrefetchByOption,
     VerifyOption,
     VramOption,
     check_choice,
+    check_prefetch_by,
     engine_options,
     find_model,
     flag,
@@ -124,6 +126,7 @@ def bench(
     policies: _Policies = DEFAULTS.policy,
     verify: VerifyOption = DEFAULTS.verify,
     prefetches: _Prefetches = DEFAULTS.prefetch,
+    prefetch_by: PrefetchByOption = DEFAULTS.prefetch_by,
     predictor: _Predictor = DEFAULTS.predictor,
 ) -> None:
     """Measure the speed of prompts (pp) and of generation (tg), with a cold and a warm pool.
@@ -141,6 +144,7 @@ def bench(
     """
     check_range("-r", repetitions, 1, 1000)
     check_choice("-o", output, FORMAT_NAMES)
+    check_prefetch_by(prefetch_by, _words(prefetches))
     options = [
         engine_options(
             pool=pool,
@@ -150,6 +154,7 @@ def bench(
             verify=verify,
             policy=policy,
             prefetch=prefetch,
+            prefetch_by=prefetch_by,
             predictor=predictor,
         )
         for pool in dict.fromkeys(pools.split(","))

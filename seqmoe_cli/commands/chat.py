@@ -84,6 +84,7 @@ def chat(
     policy: options.PolicyOption = options.DEFAULTS.policy,
     verify: options.VerifyOption = options.DEFAULTS.verify,
     prefetch: options.PrefetchOption = options.DEFAULTS.prefetch,
+    prefetch_by: options.PrefetchByOption = options.DEFAULTS.prefetch_by,
     profile: _ProfileFlag = True,
     stats: _StatsFlag = None,
     plain: _PlainFlag = False,
@@ -106,6 +107,7 @@ def chat(
         "seed": seed,
     }
     check_flags(sampling)
+    options.check_prefetch_by(prefetch_by, [prefetch])
     engine = options.engine_options(
         pool=pool,
         vram=vram,
@@ -115,6 +117,7 @@ def chat(
         verify=verify,
         policy=policy,
         prefetch=prefetch,
+        prefetch_by=prefetch_by,
     )
     sources = Sources(prompt, file, messages, raw, system, system_file)
     behaviour = _behaviour(predict, think, hide_thinking, plain)

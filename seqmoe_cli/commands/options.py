@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from seqmoe_cli.settings import (
     DEVICES,
     DTYPES,
     POLICIES,
+    PREFETCHERS,
     PREFETCHES,
     EngineOptions,
     PoolSize,
@@ -84,6 +85,14 @@ PrefetchOption = Annotated[
         help="Copy experts before they are wanted: what later routers name, or predictors too.",
     ),
 ]
+PrefetchByOption = Annotated[
+    str,
+    typer.Option(
+        "--prefetch-by",
+        metavar="|".join(PREFETCHERS),
+        help="Who copies ahead: the GPU beside its kernels, or a thread of the host.",
+    ),
+]
 
 PolicyOption = Annotated[
     str,
@@ -140,6 +149,7 @@ def engine_options(
     verify: bool = DEFAULTS.verify,
     policy: str = DEFAULTS.policy,
     prefetch: str = DEFAULTS.prefetch,
+    prefetch_by: str = DEFAULTS.prefetch_by,
     predictor: Path | None = DEFAULTS.predictor,
 ) -> EngineOptions:
     """Check the flags of a command line; raises `UsageError` naming the flag."""
@@ -147,6 +157,7 @@ def engine_options(
     check_choice("--dtype", dtype, DTYPES)
     check_choice("--policy", policy, POLICIES)
     check_choice("--prefetch", prefetch, PREFETCHES)
+    check_choice("--prefetch-by", prefetch_by, PREFETCHERS)
     check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
     if vram is not None:
         check_range("--vram", vram, 0.001, 100_000)
@@ -156,7 +167,17 @@ def engine_options(
             "add --policy decayed or --policy forecast",
         )
     size = PoolSize.parse(pool)
-    return EngineOptions(size, device, dtype, ctx_size, vram, verify, policy, prefetch, predictor)
+    placed = (size, device, dtype, ctx_size, vram, verify)
+    return EngineOptions(*placed, policy, prefetch, prefetch_by, predictor)
+
+
+def check_prefetch_by(prefetch_by: str, prefetches: Sequence[str]) -> None:
+    """Raise `UsageError` when it says who copies ahead, and nobody does."""
+    if prefetch_by != DEFAULTS.prefetch_by and all(kind == "off" for kind in prefetches):
+        raise UsageError(
+            f"--prefetch-by {prefetch_by} would do nothing: nothing is prefetched",
+            "add --prefetch lookahead, or leave it out",
+        )
 
 
 def check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

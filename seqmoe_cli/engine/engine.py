@@ -72,7 +72,8 @@ class Engine:
         decoder = build_decoder(self.config, weights)
         self.prefetch: Prefetch | None = None
         if plan.prefetch != "off":
-            self.prefetch = Prefetch(self.pool, self.config.num_hidden_layers, routing)
+            num_layers = self.config.num_hidden_layers
+            self.prefetch = Prefetch(self.pool, num_layers, routing, plan.prefetch_by)
             experts.prefetch = self.prefetch
             decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
         self.foresight: Foresight | None = None
@@ -84,6 +85,9 @@ class Engine:
                 self.foresight.issue = GraphSteps(self.foresight.read_one)
             if policy == "forecast":
                 experts.prospects = prospects
+            if self.prefetch is not None and self.prefetch.courier is not None:
+                courier = self.prefetch.courier._replace(used=self.foresight.used)
+                self.prefetch.courier = courier
             if self.prefetch is not None and plan.prefetch == "full":
                 self.prefetch.expectation = Expectation(prospects.likely, None)
         self._forward = Forward(decoder, self.kv, experts, self.foresight)

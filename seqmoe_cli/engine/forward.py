@@ -40,6 +40,8 @@ class Forward:
         if foresight is not None:
             experts.used, experts.routed = foresight.used, foresight.routed
         self._beside = Beside(kv.keys.device)
+        self._couriers = Beside(kv.keys.device), Beside(kv.keys.device)
+        self._are_couriers_out = False
         self._expectation = None if experts.prefetch is None else experts.prefetch.expectation
         self._num_layers = decoder.config.num_hidden_layers
         self._recorder: TraceRecorder | None = None
@@ -109,10 +111,29 @@ class Forward:
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
             x = self._decoder.layer(n, x, self._kv, self._experts)
+            if n == 0:
+                self._send_couriers()
         self._advance(1)
         if self._recorder is not None:
             self._tell_recorder([int(token)], x)
         return x
+
+    def await_couriers(self) -> None:
+        """What is queued from now on waits for what runs beside the step of `one`."""
+        if self._are_couriers_out:
+            for beside in self._couriers:
+                beside.join()
+        self._are_couriers_out = False
+
+    def _send_couriers(self) -> None:
+        """Prefetches are asked for and copied beside the layers that are still to come."""
+        prefetch, prospects = self._experts.prefetch, self._experts.prospects
+        if prefetch is None or prefetch.courier is None or not prefetch.is_on:
+            return
+        ask, copy = self._couriers
+        ask.fork(lambda: prefetch.ask(prospects))
+        copy.fork(prefetch.copy)
+        self._are_couriers_out = True
 
     @property
     def _is_foresight_wanted(self) -> bool:

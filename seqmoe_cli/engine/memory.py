@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from seqmoe_cli.engine.device import choose_placement, free_device_bytes
-from seqmoe_cli.errors import ResourceError
+from seqmoe_cli.errors import ResourceError, UsageError
 from seqmoe_cli.forecast.predictor import MAX_BYTES
 from seqmoe_cli.models.decoder import look_ahead_bytes
 from seqmoe_cli.residency.prefetch import DISTANCE, least_slots
@@ -48,8 +48,8 @@ class PlanLine:
 @dataclass(frozen=True)
 class MemoryPlan:
     """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory.
-    `prefetch`: what becomes of `EngineOptions.prefetch`; `foresees`: a predictor runs along. What
-    they need is in `workspace_bytes`."""
+    `prefetch`: what becomes of `EngineOptions.prefetch`, and `prefetch_by` "gpu" or "thread";
+    `foresees`: a predictor runs along. What they need is in `workspace_bytes`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,6 +65,7 @@ class MemoryPlan:
     budget_reason: str
     fallbacks: tuple[str, ...]
     prefetch: str = "off"
+    prefetch_by: str = "thread"
     foresees: bool = False
 
     @property
@@ -127,6 +128,7 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
         budget_reason=budget_reason,
         fallbacks=tuple(fallbacks),
         prefetch=prefetch,
+        prefetch_by=_prefetch_by(options.prefetch_by, device),
         foresees=foresees,
     )
     _check_fits(plan)
@@ -143,6 +145,14 @@ def _prefetch(config: ModelConfig, options: EngineOptions, num_slots: int) -> tu
         short = f"--prefetch {options.prefetch} needs a pool of {least} slots, not {num_slots}"
         return "off", [f"{short}: prefetch is off"]
     return options.prefetch, []
+
+
+def _prefetch_by(wanted: str, device: torch.device) -> str:
+    if wanted == "gpu" and device.type != "cuda":
+        raise UsageError("--prefetch-by gpu: this is a CPU", "leave it out, or write thread")
+    if wanted == "auto":
+        return "gpu" if device.type == "cuda" else "thread"
+    return wanted
 
 
 def _forecast_bytes(config: ModelConfig, prefetch: str, foresees: bool, dtype: torch.dtype) -> int:

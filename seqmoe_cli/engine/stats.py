@@ -50,7 +50,7 @@ class StepStats:
             spent.hits,
             spent.misses,
             spent.fetched * record_bytes,
-            prefetched_bytes=spent.prefetched * record_bytes,
+            prefetched_bytes=spent.prefetched * record_bytes + spent.cut_bytes,
             prefetch_hits=spent.prefetch_hits,
             prefetches_late=spent.late,
             prefetches_dropped=spent.dropped,

@@ -72,19 +72,23 @@ class PooledExperts:
     ) -> torch.Tensor:
         """One token: its K experts are distinct and fit any pool, and nothing is waited for."""
         recorded = None if self.replayed is None else self.replayed.recorded
-        logits, later = logits.tensor_split([self.routing.num_experts], dim=1)
         flights = self.pool.flights
+        courier = None if self.prefetch is None or flights is None else self.prefetch.courier
+        own, later = logits.tensor_split([self.routing.num_experts], dim=1)
         if self.ready is not None:
             self.ready()
             self.ready = None
         state, prospects = self.pool.state, self.prospects
-        chosen = choose(logits, layer, self.routing, state, recorded, flights, prospects, self.used)
+        chosen = choose(
+            own if courier is None else logits, layer, self.routing, state, recorded, flights,
+            prospects, self.used if courier is None else courier.used, courier,
+        )  # fmt: skip
         if self.observer is not None:
             ids = chosen.wanted - layer * self.routing.num_experts
             self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
         ahead = None
-        if self.prefetch is not None and flights is not None:
-            ahead = self.prefetch.ahead(layer, later, chosen)._replace(prospects=prospects)
+        if self.prefetch is not None and flights is not None and courier is None:
+            ahead = self.prefetch.ahead(layer, later, chosen, prospects)
         self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
         return expert_mlp(x, h, self.pool.slots, chosen.resolved, chosen.weights, self.fmt)
 

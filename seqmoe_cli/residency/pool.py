@@ -26,6 +26,7 @@ from seqmoe_kernels import (
     verify_slots,
 )
 from seqmoe_kernels.formats import (
+    CUT_BYTES,
     DROPPED,
     EMPTY,
     FAULT,
@@ -49,7 +50,7 @@ from seqmoe_kernels.publish import VALUE_BITS
 MAX_WAVE = 256  # experts that one event takes
 _SHOWN = (  # the fields of PoolCounters
     *(HITS, MISSES, STALL_NS, STEP_NS, GAP_NS),
-    *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED),
+    *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED, CUT_BYTES),
 )
 
 
@@ -66,7 +67,7 @@ class PoolCounters(NamedTuple):
 
     Of the prefetches asked for, `prefetch_hits` are hits, `late` were waited for and `dropped` came
     after the fetch of the same expert, both of which are misses. Records that have landed, be they
-    wanted or not, are `prefetched`.
+    wanted or not, are `prefetched`; copies that were cut short have moved `cut_bytes`.
 
     Differences are those of events that lie less than 39 hours apart.
     """
@@ -81,6 +82,7 @@ class PoolCounters(NamedTuple):
     late: int = 0
     dropped: int = 0
     prefetched: int = 0
+    cut_bytes: int = 0
 
     @property
     def fetched(self) -> int:

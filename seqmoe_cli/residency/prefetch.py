@@ -1,17 +1,29 @@
-"""Prefetch: everything that belongs to prefetching beside the kernels: its state on the device, its
-thread, its rules and the switch that turns it off."""
+"""Prefetch: everything that belongs to prefetching beside the kernels: its state on the device, who
+copies, its rules and the switch that turns it off."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, DmaCopier, HostCopier, Prefetcher
 from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
-from seqmoe_kernels import Ahead, Expectation, Flights, Routing, fetch, note_hints
+from seqmoe_kernels import (
+    Ahead,
+    Asking,
+    Courier,
+    Expectation,
+    Flights,
+    Routing,
+    ask_beside,
+    copy_beside,
+    fetch,
+    note_hints,
+)
 from seqmoe_kernels.choice import Chosen, RecordedIds
 from seqmoe_kernels.formats import (
     CERTAIN,
@@ -26,12 +38,26 @@ from seqmoe_kernels.formats import (
     PER_LAYER,
     SLACK_NS,
 )
+from seqmoe_kernels.prospects import Prospects
 
 DISTANCE = 4  # layers that look-ahead sees
-COPIES_IN_FLIGHT = 2
-COPIES_PER_LAYER = 2
-DELAY_S = 30e-6  # from a request to its copy
-SLACK = 0.5  # copies' times: landing that late still beats a fetch
+
+
+class Way(NamedTuple):
+    """How copies are asked for. `in_flight`: copies under way at once, and asked for in a layer;
+    `delay_s`: from a request to its copy; `slack`: in times of a copy, landing that late is worth
+    it; `patience`: in times of a fetch, for how long a late one is waited for."""
+
+    in_flight: int
+    delay_s: float
+    slack: float
+    patience: float
+
+
+# A thread lets fetches pass, and is better dropped when it is late. What the courier has copied is
+# there for good, and the rest of it comes as fast as a fetch.
+WAYS = {"thread": Way(2, 30e-6, 0.5, 1.0), "gpu": Way(1, 3e-6, 1.0, 4.0)}
+MOST_IN_FLIGHT = max(way.in_flight for way in WAYS.values())
 LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
 TUNE_EVERY = 16  # steps
@@ -40,39 +66,47 @@ _MEASURED = 8  # records
 
 def least_slots(top_k: int) -> int:
     """Slots that a pool must have for prefetch: two layers' worth, and those of copies."""
-    return 2 * top_k + COPIES_IN_FLIGHT
+    return 2 * top_k + MOST_IN_FLIGHT
 
 
 class Prefetch:
-    """Made for a pool, which from then on lands what was prefetched. Not thread-safe beside its own
-    thread. `accuracy` of look-ahead is counted on the device, see `Flights`."""
+    """Made for a pool, which from then on lands what was prefetched. `by` "gpu": kernels beside
+    those of a step ask and copy, `ask` and `copy`; "thread": a thread of the host copies what
+    fetches ask for. `accuracy` of look-ahead is counted on the device, see `Flights`."""
 
     def __init__(
         self,
         pool: ExpertPool,
         num_layers: int,
         routing: Routing,
-        copier: Copier | None = None,
+        by: str = "thread",
     ) -> None:
-        device, top_k = pool.slots.device, routing.top_k
-        width = 1 << (top_k - 1).bit_length()
-        self.flights = Flights.none(num_layers, top_k, DISTANCE, width, device)
+        device, (num_experts, top_k, _) = pool.slots.device, routing
+        width, beside = 1 << (top_k - 1).bit_length(), by == "gpu"
+        self.flights = Flights.none(num_layers, top_k, DISTANCE, width, device, beside)
+        self.courier: Courier | None = None
+        if beside:
+            self.courier = Courier.idle(num_layers, num_experts, top_k, DISTANCE, device)
         self.predicted: RecordedIds | None = None  # names experts in the place of the routers
         self.expectation: Expectation | None = None  # of a forecast, beside look-ahead
         self._pool, self._routing, self._num_layers = pool, routing, num_layers
-        copy = copier or (DmaCopier if device.type == "cuda" else HostCopier)(
-            pool.records, pool.slots, pool.state
-        )
-        self.copy_s, self.fetch_s = _measure(pool) if copier is None else (0.0, 0.0)
+        self._way = WAYS[by]
+        self.copy_s, self.fetch_s = _measure(pool)
         self.switch = KillSwitch(self.fetch_s)
-        self.thread = Prefetcher(self.flights, copy)
+        self.thread: Prefetcher | None = None
+        if not beside:
+            copier: Copier = (DmaCopier if device.type == "cuda" else HostCopier)(
+                pool.records, pool.slots, pool.state
+            )
+            self.thread = Prefetcher(self.flights, copier)
         self._most_kept = min(NUM_FLIGHTS, pool.num_slots - 2 * top_k)
         self._is_on, self._is_held, self._steps = False, False, 0
         self._step_s = self._stall_s = 0.0  # of late
         self._set_rules(_UNKNOWN_NS)
         pool.land(self.flights, self._most_kept)
         self._turn(True)
-        self.thread.start()
+        if self.thread is not None:
+            self.thread.start()
 
     @property
     def is_on(self) -> bool:
@@ -90,7 +124,7 @@ class Prefetch:
     @property
     def failure(self) -> str | None:
         """Why there will be no more prefetches; None while there are."""
-        return self.thread.failure
+        return None if self.thread is None else self.thread.failure
 
     def hold(self) -> None:
         """Stay on from now on, whether it pays or not: to be measured."""
@@ -102,19 +136,38 @@ class Prefetch:
         if self.expectation is not None:
             note_hints(self.expectation, self._pool.state, self.flights)
 
-    def ahead(self, layer: int, logits: torch.Tensor, chosen: Chosen) -> Ahead:
-        """What a fetch needs to ask for prefetches; `logits` are those of later routers."""
+    def ahead(
+        self, layer: int, logits: torch.Tensor, chosen: Chosen, prospects: Prospects | None
+    ) -> Ahead:
+        """What a fetch needs to ask for prefetches; `logits` are those of later routers, victims
+        are chosen by `prospects`."""
+        asking = self._asking(prospects)
+        return Ahead(layer, logits, chosen.wanted, chosen.resolved.slots, asking)
+
+    def ask(self, prospects: Prospects | None) -> None:
+        """The kernel that asks, to be queued beside a step's kernels behind its first layer."""
+        if self.courier is not None:
+            ask_beside(self._asking(prospects), self._pool.state, self.flights, self.courier)
+
+    def copy(self) -> None:
+        """The kernel that copies, to be queued likewise, beside both."""
+        if self.courier is not None:
+            pool = self._pool
+            copy_beside(pool.records, pool.slots, pool.state, self.flights, self.courier)
+
+    def _asking(self, prospects: Prospects | None) -> Asking:
         num_experts, top_k, _ = self._routing
         hinted = self.expectation is not None
-        return Ahead(logits, layer, num_experts, top_k, chosen, self.predicted, hinted)
+        return Asking(num_experts, top_k, self.predicted, hinted, prospects)
 
     def observe(self, step: StepCosts) -> None:
         """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom.
 
         What is in time is told by the computing of a layer alone: many layers do not wait, and what
         comes late for those slows down the fetches of the others. And the more of a step's time the
-        link is busy with fetches, the surer a use must be: the time of a copy saves a fetch if it
-        is used, and delays one if it is not, each as far as the link would have been idle or busy.
+        link is busy with fetches, the surer a use must be for a thread to copy: the time of a copy
+        saves a fetch if it is used, and delays one if it is not, each as far as the link would have
+        been idle or busy. The courier delays none.
         """
         on = self._is_held or self.switch.observe(step)
         self._turn(on and self.failure is None)
@@ -129,7 +182,7 @@ class Prefetch:
 
     def _tune(self) -> None:
         layer_s = (self._step_s - self._stall_s) / self._num_layers
-        busy = self._stall_s / self._step_s if self._step_s else 0.0
+        busy = self._stall_s / self._step_s if self._step_s and self.thread else 0.0
         self._rule(LAYER_NS, round(1e9 * layer_s))
         self._rule(LEAST, round(max(busy, LEAST_USE) * CERTAIN))
 
@@ -140,7 +193,8 @@ class Prefetch:
 
     def close(self) -> None:
         """End the thread. The device may not run any more steps."""
-        self.thread.close()
+        if self.thread is not None:
+            self.thread.close()
 
     def _turn(self, on: bool) -> None:
         """While it is off, the kernels are those of an engine without prefetch, and slots that
@@ -151,16 +205,17 @@ class Prefetch:
         self._pool.flights = self.flights if on else None
 
     def _set_rules(self, layer_ns: int) -> None:
+        in_flight, delay_s, slack, patience = self._way
         copy_ns = round(self.copy_s * 1e9)
         values = {
-            IN_FLIGHT: COPIES_IN_FLIGHT,
-            PER_LAYER: COPIES_PER_LAYER,
+            IN_FLIGHT: in_flight,
+            PER_LAYER: in_flight,
             MOST_KEPT: self._most_kept,
             LAYER_NS: layer_ns,
             COPY_NS: copy_ns,
-            DELAY_NS: round(DELAY_S * 1e9),
-            SLACK_NS: round(SLACK * copy_ns),
-            PATIENCE_NS: round(1e9 * self.fetch_s),  # for longer, a fetch is better
+            DELAY_NS: round(delay_s * 1e9),
+            SLACK_NS: round(slack * copy_ns),
+            PATIENCE_NS: round(patience * self.fetch_s * 1e9),
             LEAST: round(LEAST_USE * CERTAIN),
         }
         for rule, value in values.items():

@@ -37,7 +37,13 @@ def open_engine(
     packed: Path, device: str, pool: str = "30%", prefetch: str = "lookahead", **more: object
 ) -> Engine:
     options = EngineOptions(
-        PoolSize.parse(pool), device, "float32", 400, verify=True, prefetch=prefetch
+        PoolSize.parse(pool),
+        device,
+        "float32",
+        400,
+        verify=True,
+        prefetch=prefetch,
+        prefetch_by=str(more.get("by", "auto")),
     )
     engine = Engine.open(packed, options, eager=bool(more.get("eager")))
     if engine.prefetch is not None:
@@ -141,8 +147,8 @@ def test_the_same_tokens_whatever_the_thread_does(
         kind = type("Copier", (Troubled,), {"trouble": trouble})
         monkeypatch.setattr(prefetch_module, "HostCopier", kind)
         monkeypatch.setattr(prefetch_module, "DmaCopier", kind)
-    engine = open_engine(packed, device)
-    assert engine.prefetch is not None
+    engine = open_engine(packed, device, by="thread")
+    assert engine.prefetch is not None and engine.prefetch.courier is None
     engine.prefetch.flights.rules[PATIENCE_NS] = int(patience_s * 1e9)
     prefetched_bytes = 0  # most in the first turn: steps that wait long ask for sure things alone
     for _ in range(2):
@@ -154,6 +160,35 @@ def test_the_same_tokens_whatever_the_thread_does(
     if trouble is deadly:
         assert "prefetch has stopped (OSError: no more)" in engine.fallbacks[0]
         assert engine.pool.flights is None and engine.prefetch.status == "stopped"
+    engine.close()
+
+
+def sometimes(luck: random.Random, work: Callable[[], None]) -> None:
+    if luck.random() < 0.5:
+        work()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("dies", ["ask", "copy"])
+def test_the_same_tokens_whatever_becomes_of_the_courier(
+    packed: Path, dies: str, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its kernels does not run in half of the steps, or, in a graph, in none."""
+    without = open_engine(packed, "cuda", prefetch="off")
+    expected = say(without)[0]
+    without.close()
+    luck, work = random.Random(3), getattr(prefetch_module.Prefetch, dies)
+    trouble = sometimes if eager else lambda luck, work: None
+    monkeypatch.setattr(
+        prefetch_module.Prefetch, dies, lambda *parts: trouble(luck, lambda: work(*parts))
+    )
+    engine = open_engine(packed, "cuda", eager=eager)
+    assert engine.prefetch is not None and engine.prefetch.courier is not None
+    for _ in range(2):
+        tokens, stats = say(engine)
+        assert tokens == expected
+        assert (stats.prefetched_bytes > 0) == eager
     engine.close()
 
 

@@ -17,14 +17,16 @@ from triton.runtime.jit import JITFunction
 from seqmoe_kernels import fp8, pdl
 from seqmoe_kernels.attention_step import attention_step_triton
 from seqmoe_kernels.choice import RecordedIds, Routing, choose_triton
+from seqmoe_kernels.courier import ask_triton, copy_triton
 from seqmoe_kernels.expert_mlp import expert_mlp_triton
 from seqmoe_kernels.formats import ExpertFormat, Flights, PoolState
 from seqmoe_kernels.fp8 import dequantize_triton
+from seqmoe_kernels.gate import Courier
 from seqmoe_kernels.gemv import Matrix, linears_triton
 from seqmoe_kernels.gru import GruWeights, gru_step_triton
 from seqmoe_kernels.hints import Expectation, note_hints_triton
 from seqmoe_kernels.judging import judge_forecasts_triton
-from seqmoe_kernels.lookahead import Ahead
+from seqmoe_kernels.lookahead import Ahead, Asking
 from seqmoe_kernels.lookup import Resolved, resolve_triton
 from seqmoe_kernels.mixture import combine_triton
 from seqmoe_kernels.norm import Norm, rms_norm_triton
@@ -123,22 +125,35 @@ def call_residency_kernels() -> None:
     flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)
     resolve_triton(tensor(TOP_K), pool, flights)
     chosen = choose_triton(logits, 0, routing, pool, recorded, flights)
-    ahead = Ahead(tensor(1, 512, dtype=torch.bfloat16), 5, 128, TOP_K, chosen)
+    wanted, there, asking = chosen.wanted, chosen.resolved.slots, Asking(128, TOP_K)
+    ahead = Ahead(5, tensor(1, 512, dtype=torch.bfloat16), wanted, there, asking)
     named = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
     expected = tensor(3, 6144, dtype=torch.float32)
     for step in (None, pool.clock):
         note_hints_triton(Expectation(expected, step), pool, flights)
-    ways = (ahead, ahead._replace(recorded=named), ahead._replace(hinted=True))
-    for asking in (None, *ways):
-        misses = chosen.resolved[1:]
-        fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights, asking))
+    ways = (asking, asking._replace(recorded=named), asking._replace(hinted=True))
+    courier = Courier.idle(48, 128, TOP_K, 4, pool.clock.device)
+    misses = chosen.resolved[1:]
+    fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights))
+    for way in ways:
+        beside = Prefetching(pool, flights, ahead._replace(asking=way))
+        fetch_triton(slots, slots, *misses, pool.marks, beside)
+        ask_triton(way, pool, flights, courier)
+    records = tensor(6144, 4 * 2**20, dtype=torch.uint8)
+    copy_triton(records, slots, pool, flights, courier)
     numbers = tensor(6, dtype=torch.int64)
     prospects = Prospects.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
     used = tensor(48 * TOP_K)
     chosen = choose_triton(logits, 3, routing, pool, None, flights, prospects, used)
-    asking = ahead._replace(chosen=chosen, prospects=prospects)
+    asking = asking._replace(prospects=prospects)
     misses = chosen.resolved[1:]
-    fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights, asking))
+    beside = Prefetching(pool, flights, ahead._replace(asking=asking))
+    fetch_triton(slots, slots, *misses, pool.marks, beside)
+    ask_triton(asking, pool, flights, courier)
+    logits = tensor(1, 5 * 128, dtype=torch.bfloat16)
+    for there in (None, prospects):
+        choose_triton(logits, 3, routing, pool, None, flights, there, courier.used, courier)
+    logits = tensor(1, 128, dtype=torch.float32)
     choose_triton(logits, 3, routing, pool, None, None, prospects, used)
     verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 

@@ -11,6 +11,7 @@ import torch
 
 from seqmoe_kernels import (
     Ahead,
+    Asking,
     Expectation,
     Flights,
     PoolState,
@@ -179,7 +180,8 @@ class Case:
                 step = torch.zeros(1, dtype=torch.int64, device=device)
                 ids = RecordedIds(recorded.to(device), step)
             num_names = NAMES if recorded is not None else NAMES - 1  # no power of two
-            ahead = Ahead(next_ones, layer, EXPERTS, num_names, chosen, ids, self.hinted, prospects)
+            asking = Asking(EXPERTS, num_names, ids, self.hinted, prospects)
+            ahead = Ahead(layer, next_ones, chosen.wanted, chosen.resolved.slots, asking)
             misses = chosen.resolved[1:]
             records = self.records if device == CPU else self.pinned
             copy(records, slots, *misses, pool.marks, Prefetching(pool, state, ahead))

@@ -6,6 +6,7 @@ import torch
 
 from seqmoe_kernels import (
     Ahead,
+    Asking,
     Flights,
     PoolState,
     Prefetching,
@@ -44,7 +45,8 @@ def ask_ahead(
     ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
     ids[0, layer] = names
     recorded = RecordedIds(ids, torch.zeros(1, dtype=torch.int64))
-    ahead = Ahead(logits[:, :0], layer, EXPERTS, NAMES, chosen, recorded, hinted)
+    asking = Asking(EXPERTS, NAMES, recorded, hinted)
+    ahead = Ahead(layer, logits[:, :0], chosen.wanted, chosen.resolved.slots, asking)
     records = torch.zeros(LAYERS * EXPERTS, 16, dtype=torch.uint8)
     slots = torch.zeros(len(pool.owner), 16, dtype=torch.uint8)
     fetch(records, slots, *chosen.resolved[1:], pool.marks, Prefetching(pool, state, ahead))

@@ -17,7 +17,16 @@ from seqmoe_cli.residency import prefetcher
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, HostCopier, Prefetcher
 from seqmoe_cli.residency.switch import COMPARE, REST, RUN, SETTLE, TRY, KillSwitch, StepCosts
-from seqmoe_kernels import Ahead, Flights, RecordedIds, Request, Routing, choose, read_request
+from seqmoe_kernels import (
+    Ahead,
+    Asking,
+    Flights,
+    RecordedIds,
+    Request,
+    Routing,
+    choose,
+    read_request,
+)
 from seqmoe_kernels.formats import (
     EMPTY,
     FETCHING,
@@ -59,8 +68,9 @@ class Small:
             ids[0, self.layer, d] = torch.tensor(row)
         logits = torch.zeros(1, EXPERTS)
         chosen = choose(logits, self.layer, routing, self.pool.state, recorded, self.flights)
-        names = RecordedIds(ids, step)
-        ahead = Ahead(logits[:, :0], self.layer, EXPERTS, NAMES, chosen, names)
+        asking = Asking(EXPERTS, NAMES, RecordedIds(ids, step))
+        there = chosen.resolved.slots
+        ahead = Ahead(self.layer, logits[:, :0], chosen.wanted, there, asking)
         slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
         self.layer = (self.layer + 1) % LAYERS
         assert (slots >= 0).all()

@@ -1,0 +1,249 @@
+"""The courier: two kernels that run beside those of a step, from behind its first layer to its end.
+
+`ask_beside` asks for prefetches behind every layer, `copy_beside` copies them. Neither is on the
+way of the kernels that compute. A copy stands still while misses are fetched, so that it delays
+none, and is cut short once the event that it is for is over.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.checks import check, check_kernel_device
+from seqmoe_kernels.clock import now_ns
+from seqmoe_kernels.flights import check_flights
+from seqmoe_kernels.formats import (
+    CUT_BYTES,
+    NUM_REQUESTS,
+    REQUEST_WORDS,
+    Flights,
+    PoolState,
+)
+from seqmoe_kernels.gate import (
+    COPY_PROGRAMS,
+    INSIDE,
+    OPEN,
+    Courier,
+    check_courier,
+    enter_gate,
+    layer_at,
+    layer_at_reference,
+    leave_gate,
+)
+from seqmoe_kernels.lookahead import Ahead, Asking
+from seqmoe_kernels.lookup import check_pool, warps_for
+from seqmoe_kernels.publish import NUMBER_BITS
+from seqmoe_kernels.requests import (
+    SLOT_BITS,
+    asking_arguments,
+    check_asking,
+    read_request,
+    request_prefetches,
+    request_reference,
+)
+
+BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 KiB
+# A step that was broken off on the host never gets to its last layer: give up after a second. The
+# interpreter, where nothing happens meanwhile, looks twice.
+LIMIT_NS = 10**9
+_LOOKS = tl.constexpr(2 if triton.knobs.runtime.interpret else 1 << 24)
+
+_CUT_BYTES = tl.constexpr(CUT_BYTES)
+_NUM_REQUESTS, _REQUEST_WORDS = tl.constexpr(NUM_REQUESTS), tl.constexpr(REQUEST_WORDS)
+_NUMBER_BITS, _SLOT_BITS = tl.constexpr(NUMBER_BITS), tl.constexpr(SLOT_BITS)
+_SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
+_OPEN, _CUT = tl.constexpr(OPEN), tl.constexpr(1 << 16)
+
+
+def ask_reference(asking: Asking, pool: PoolState, flights: Flights, courier: Courier) -> None:
+    """Behind the last event, if that was not asked behind."""
+    layer, top_k = layer_at_reference(courier), len(courier.slots)
+    seen = min(flights.names.shape[1], len(flights.names) - 1 - layer)
+    if int(courier.gate) & OPEN and seen > 0:
+        logits = courier.logits[None, : seen * asking.num_experts]
+        wanted = courier.used[layer * top_k :][:top_k]
+        ahead = Ahead(layer, logits, wanted, courier.slots, asking)
+        request_reference(ahead, pool, flights)
+        courier.gate.bitwise_and_(~(OPEN | INSIDE))
+
+
+@triton.jit
+def _ask_kernel(
+    pool, flights, courier, limit_ns, prospects, ids, step, num_steps, num_slots, E: tl.constexpr,
+    K: tl.constexpr, NAMES: tl.constexpr, LAYERS: tl.constexpr, DISTANCES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    RECORDED: tl.constexpr, HINTED: tl.constexpr,
+):  # fmt: skip
+    until = now_ns() + limit_ns
+    looks = tl.full((), _LOOKS, tl.int32)
+    while looks > 0:
+        gate = tl.atomic_or(courier.gate, 0, sem="acquire")
+        layer = layer_at(gate)
+        if layer == LAYERS - 1:
+            looks = 0
+        else:
+            if (gate & _OPEN) != 0:  # noqa: SIM102 (one condition is the compiler's)
+                if enter_gate(courier.gate, gate):
+                    request_prefetches(
+                        courier.logits, ids, step, num_steps, courier.used + layer * K,
+                        courier.slots, layer, pool, flights, prospects, num_slots, E, K, NAMES,
+                        LAYERS, DISTANCES, BLOCK_E, BLOCK_K, BLOCK_N, BLOCK_S, RECORDED, HINTED,
+                    )  # fmt: skip
+                    leave_gate(courier.gate)
+            looks = tl.where(now_ns() < until, looks - 1, 0)
+
+
+def ask_triton(asking: Asking, pool: PoolState, flights: Flights, courier: Courier) -> None:
+    device = pool.clock.device
+    check_kernel_device(pool.clock)
+    check_asking(asking, pool, flights, device)
+    check_courier(courier, device)
+    names, sizes = asking_arguments(asking, len(courier.slots), pool, flights)
+    _ask_kernel[(1,)](
+        pool,
+        flights,
+        courier,
+        LIMIT_NS,
+        asking.prospects,
+        *names,
+        *sizes,
+        num_warps=warps_for(triton.next_power_of_2(len(pool.owner))),
+        enable_fp_fusion=True,
+    )
+
+
+def ask_beside(asking: Asking, pool: PoolState, flights: Flights, courier: Courier) -> None:
+    """Ask for prefetches behind every layer that is still to come in this step but the last one. To
+    be queued beside the kernels of the step, behind those of its first layer."""
+    (ask_triton if pool.clock.is_cuda else ask_reference)(asking, pool, flights, courier)
+
+
+def copy_reference(
+    records: torch.Tensor,
+    slots: torch.Tensor,
+    pool: PoolState,
+    flights: Flights,
+    courier: Courier,
+) -> None:
+    """All that is asked for now, while no misses are fetched."""
+    clock, last = int(flights.control) >> 1, int(flights.number)
+    for number in range(int(courier.served[0]), last):
+        request = read_request(flights.requests, number)
+        if request is None:
+            raise AssertionError(f"request {number} has a number and is not there")
+        is_over = clock >= request.event
+        if not is_over:
+            slots[request.slot].copy_(records[request.expert])
+        pool.landed_tag[request.slot] = -request.tag if is_over else request.tag
+    courier.served.fill_(last)
+
+
+@triton.jit
+def _copy_kernel(
+    records, slots, pool, flights, courier, limit_ns, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, LAYERS: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0)
+    until = now_ns() + limit_ns
+    number = tl.load(courier.served + p)
+    looks = tl.full((), _LOOKS, tl.int32)
+    while looks > 0:
+        gate = tl.atomic_or(courier.gate, 0, sem="acquire")
+        last = tl.atomic_or(flights.number, 0, sem="acquire")  # behind the gate: it has them all
+        if number < last:
+            _copy(records, slots, pool, flights, courier, number, until, WORDS, BLOCK, PROGRAMS)
+            number += 1
+        else:
+            on = (layer_at(gate) != LAYERS - 1) & (now_ns() < until)
+            looks = tl.where(on, looks - 1, 0)
+    tl.debug_barrier()
+    tl.store(courier.served + p, number)
+
+
+@triton.jit
+def _copy(
+    records, slots, pool, flights, courier, number, until, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """This program's part of a copy; the last one lands the tag."""
+    entry = flights.requests + number % _NUM_REQUESTS * _REQUEST_WORDS
+    tag, place = tl.load(entry) >> _NUMBER_BITS, tl.load(entry + 1) >> _NUMBER_BITS
+    event = tl.load(entry + 2) >> _NUMBER_BITS
+    slot = place & _SLOT_MASK
+    source, target = records + (place >> _SLOT_BITS) * WORDS, slots + slot * WORDS
+    first = tl.program_id(0) * BLOCK
+    start = first
+    control = tl.atomic_or(flights.control, 0, sem="relaxed")
+    while (start < WORDS) & ((control >> 1) < event):
+        if (control & 1) == 0:
+            at = start + tl.arange(0, BLOCK)
+            words = tl.load(source + at, mask=at < WORDS, cache_modifier=".cg")
+            control = tl.atomic_or(flights.control, 0, sem="relaxed")  # while the words come
+            tl.store(target + at, words, mask=at < WORDS)
+            start += PROGRAMS * BLOCK
+        else:
+            control = tl.atomic_or(flights.control, 0, sem="relaxed")
+            if now_ns() > until:
+                control = event << 1
+    cut = (start < WORDS).to(tl.int32)
+    if cut > 0:
+        moved = ((start - first) // PROGRAMS * 4).to(tl.int64)
+        tl.atomic_add(pool.counters + _CUT_BYTES, moved)
+    tl.debug_barrier()
+    done = courier.arrived + number % _NUM_REQUESTS
+    arrived = tl.atomic_add(done, 1 + cut * _CUT, sem="acq_rel")
+    if arrived % _CUT == PROGRAMS - 1:
+        tl.atomic_xchg(done, 0, sem="relaxed")
+        landed = tl.where(arrived // _CUT + cut == 0, tag, -tag)
+        tl.atomic_xchg(pool.landed_tag + slot, landed, sem="release")
+
+
+def copy_triton(
+    records: torch.Tensor,
+    slots: torch.Tensor,
+    pool: PoolState,
+    flights: Flights,
+    courier: Courier,
+) -> None:
+    check_kernel_device(slots)
+    check_pool(pool, slots.device)
+    check_flights(flights, slots.device)
+    check_courier(courier, slots.device)
+    size = slots.shape[-1]
+    if size % 16:
+        raise ValueError(f"a record has {size} bytes, expected a multiple of 16")
+    check("slots", slots, torch.uint8, (len(pool.owner), size), slots.device)
+    check("records", records, torch.uint8, (len(pool.slot_of), size), records.device)
+    if slots.is_cuda and not records.is_cuda and not records.is_pinned():
+        raise ValueError("records is in pageable memory, expected pinned memory")
+    _copy_kernel[(COPY_PROGRAMS,)](
+        records.view(torch.int32),
+        slots.view(torch.int32),
+        pool,
+        flights,
+        courier,
+        LIMIT_NS,
+        size // 4,
+        BLOCK_WORDS,
+        COPY_PROGRAMS,
+        len(flights.names),
+        num_warps=8,
+        enable_fp_fusion=True,
+    )
+
+
+def copy_beside(
+    records: torch.Tensor,
+    slots: torch.Tensor,
+    pool: PoolState,
+    flights: Flights,
+    courier: Courier,
+) -> None:
+    """Copy what is asked for, from `records` (uint8 [N, R], host, pinned) into `slots` (uint8
+    [S, R]), and land the tag behind it, until the last layer has its experts and all requests are
+    served. Minus the tag lands when the event is over before its copy is whole. To be queued beside
+    the kernels of a step, behind those of its first layer."""
+    run = copy_triton if slots.is_cuda else copy_reference
+    run(records, slots, pool, flights, courier)
