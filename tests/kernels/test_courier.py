@@ -103,9 +103,9 @@ def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: 
     """Exact equality of everything. Now and then nothing is asked behind a layer, nothing copied,
     or not before the event is over."""
     gen = torch.Generator().manual_seed(seed)
-    sides = Side(num_slots, CPU, False, True), Side(num_slots, device, True, True)
+    sides = Side(num_slots, CPU, False), Side(num_slots, device, True)
     asking = Asking(EXPERTS, NAMES - 1, None, hinted)
-    for step in range(4):
+    for _ in range(4):
         if hinted:
             expected = torch.rand(1, LAYERS * EXPERTS, generator=gen)
             for side in sides:
@@ -134,7 +134,7 @@ def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: 
 
 
 def test_asked_once_behind_an_event(device: torch.device) -> None:
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
     assert int(side.courier.gate) & OPEN
     side.ask(Asking(EXPERTS, NAMES))
@@ -145,7 +145,7 @@ def test_asked_once_behind_an_event(device: torch.device) -> None:
 
 
 def test_nobody_asks_behind_the_last_layer(device: torch.device) -> None:
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     side.event(LAYERS - 1, torch.randn(1, EXPERTS, generator=torch.Generator().manual_seed(0)))
     side.ask(Asking(EXPERTS, NAMES))
     assert layer_at_reference(side.courier) == LAYERS - 1 and int(side.flights.number) == 0
@@ -153,7 +153,7 @@ def test_nobody_asks_behind_the_last_layer(device: torch.device) -> None:
 
 def test_what_is_over_is_cut_short(device: torch.device) -> None:
     """Not begun, as the event is over: minus the tag lands, and no byte is moved."""
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     gen = torch.Generator().manual_seed(0)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=gen))
     side.ask(Asking(EXPERTS, NAMES))
@@ -168,7 +168,7 @@ def test_what_is_over_is_cut_short(device: torch.device) -> None:
 
 def test_a_copy_stands_still_while_misses_are_fetched(device: torch.device) -> None:
     """And is given up when that has no end; the part of it that was moved counts."""
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
     side.ask(Asking(EXPERTS, NAMES))
     asked = (side.pool.state == FETCHING).nonzero().flatten()
@@ -181,7 +181,7 @@ def test_a_copy_stands_still_while_misses_are_fetched(device: torch.device) -> N
 
 
 def test_rules_of_zero_ask_for_nothing(device: torch.device) -> None:
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     side.flights.rules.zero_()
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
     side.ask(Asking(EXPERTS, NAMES))
@@ -190,7 +190,7 @@ def test_rules_of_zero_ask_for_nothing(device: torch.device) -> None:
 
 
 def test_recorded_names_take_the_place_of_routers(device: torch.device) -> None:
-    side = Side(25, device, True, True)
+    side = Side(25, device, True)
     side.flights.rules[LEAST] = 0
     ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
     ids[0, 0, 1, 0] = 5
@@ -207,7 +207,7 @@ def test_recorded_names_take_the_place_of_routers(device: torch.device) -> None:
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_victims_are_chosen_by_prospects(device: torch.device, by_kernels: bool) -> None:
     where = device if by_kernels else CPU
-    side = Side(8, where, by_kernels, True)
+    side = Side(8, where, by_kernels)
     numbers, exp2 = torch.ones(6, dtype=torch.int64), torch.ones(256, dtype=torch.int32)
     side.prospects = Prospects.unknown(LAYERS * EXPERTS, 8, exp2, numbers, where)
     gen = torch.Generator().manual_seed(0)
