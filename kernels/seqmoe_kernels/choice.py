@@ -16,8 +16,7 @@ from seqmoe_kernels.gate import (
     check_courier,
     close_gate,
     close_gate_reference,
-    open_gate,
-    open_gate_reference,
+    layer_at,
 )
 from seqmoe_kernels.lookup import (
     Resolved,
@@ -81,7 +80,6 @@ def choose_reference(
     if courier is not None:
         courier.logits[: later.shape[1]] = later[0]
         resolved = resolved._replace(slots=courier.slots.copy_(resolved.slots))
-        open_gate_reference(courier, int(pool.clock), layer)
     return Chosen(wanted, weights[0], resolved)
 
 
@@ -118,10 +116,12 @@ def _choose_kernel(
 ):
     let_next_start(PDL)
     if BESIDE:
-        close_gate(courier.gate)
+        gate = close_gate(courier.gate)
     wait_for_inputs(PDL)
     logit = load_logits(logits, E, BLOCK_E)
     if BESIDE:
+        if (layer > 0) & (layer_at(gate) != layer - 1):  # it was not open yet, and is now
+            close_gate(courier.gate)
         i = tl.arange(0, BLOCK_L)
         later = tl.load(logits + E + i, mask=i < num_later, other=0.0).to(tl.float32)
         tl.store(courier.logits + i, later, mask=i < num_later)
@@ -137,13 +137,10 @@ def _choose_kernel(
     tl.store(wanted + rank, flat, mask=rank < K)
     tl.store(weights + rank, shares, mask=rank < K)
     top_k: tl.constexpr = K if PREFETCH else 0
-    event = tl.load(pool.clock) + 1
     resolve_experts(
         flat, K, pool, flights, seen, prospects, layer * E, resolved, num_slots, num_gaps, BLOCK_S,
         top_k,
     )  # fmt: skip
-    if BESIDE:
-        open_gate(courier.gate, event, layer)
 
 
 def choose_triton(

@@ -45,9 +45,10 @@ from seqmoe_kernels.requests import (
 )
 
 BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 KiB
-# A step that was broken off on the host never gets to its last layer: give up after a second. The
-# interpreter, where nothing happens meanwhile, looks twice.
-LIMIT_NS = 10**9
+# A step that was broken off on the host never gets to its last layer, and the host may wait for all
+# that runs before it goes on: give up then. The interpreter, where nothing happens meanwhile, looks
+# twice.
+LIMIT_NS = 10**8
 _LOOKS = tl.constexpr(2 if triton.knobs.runtime.interpret else 1 << 24)
 
 _CUT_BYTES = tl.constexpr(CUT_BYTES)

@@ -1,9 +1,9 @@
 """The gate: kernels beside those of a step take turns with them in the pool's bookkeeping.
 
-`choose` closes it before an event, and waits until nobody is inside; behind the event it opens it.
-`ask_beside` goes in through the open gate, asks for prefetches, and leaves it closed. So the two
-never meet, neither waits for one that does not run, and an event that finds nobody inside has lost
-nothing.
+`choose` closes it before an event, and waits until nobody is inside; `fetch`, behind the event,
+opens it. `ask_beside` goes in through the open gate, asks for prefetches, and leaves it closed. So
+they never meet, none waits for one that does not run, and an event that finds nobody inside has
+lost nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import triton.language as tl
 from seqmoe_kernels.checks import check
 from seqmoe_kernels.formats import NUM_REQUESTS
 
-COPY_PROGRAMS = 8  # fill the link
+COPY_PROGRAMS = 16  # of 16 KiB under way each fill the link; with 8 copies take longer
 
 OPEN, INSIDE = 1, 2  # bits of the gate
-LAYER_SHIFT, EVENT_SHIFT = 2, 16
-_LAYER_MASK = (1 << EVENT_SHIFT - LAYER_SHIFT) - 1
+LAYER_SHIFT = 2
 
 _OPEN, _INSIDE = tl.constexpr(OPEN), tl.constexpr(INSIDE)
-_LAYER_SHIFT, _EVENT_SHIFT = tl.constexpr(LAYER_SHIFT), tl.constexpr(EVENT_SHIFT)
-_MASK = tl.constexpr(_LAYER_MASK)
+_LAYER_SHIFT = tl.constexpr(LAYER_SHIFT)
 
 
 class Courier(NamedTuple):
     """What `choose` leaves for the kernels beside, and what they keep. D layers of look-ahead, E
     experts of a layer, L layers, K wanted."""
 
-    gate: torch.Tensor  # int64 [1], event << 16 | layer << 2 | INSIDE | OPEN
+    gate: torch.Tensor  # int32 [1], layer << 2 | INSIDE | OPEN
     logits: torch.Tensor  # f32 [D * E], of the routers of the next layers
     used: torch.Tensor  # int32 [L * K], flat ids wanted last
     slots: torch.Tensor  # int32 [K], where those of the last event are
@@ -49,7 +47,7 @@ class Courier(NamedTuple):
             return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
-            gate=zeros(1, torch.int64),
+            gate=zeros(1),
             logits=zeros(distances * num_experts, torch.float32),
             used=zeros(num_layers * top_k),
             slots=zeros(top_k),
@@ -58,8 +56,8 @@ class Courier(NamedTuple):
         )
 
 
-def open_gate_reference(courier: Courier, event: int, layer: int) -> None:
-    courier.gate.fill_(event << EVENT_SHIFT | layer << LAYER_SHIFT | OPEN)
+def open_gate_reference(courier: Courier, layer: int) -> None:
+    courier.gate.fill_(layer << LAYER_SHIFT | OPEN)
 
 
 def close_gate_reference(courier: Courier) -> None:
@@ -67,28 +65,30 @@ def close_gate_reference(courier: Courier) -> None:
 
 
 def layer_at_reference(courier: Courier) -> int:
-    return int(courier.gate) >> LAYER_SHIFT & _LAYER_MASK
+    return int(courier.gate) >> LAYER_SHIFT
 
 
 @triton.jit
 def layer_at(gate):
     """The layer of the last event."""
-    return ((gate >> _LAYER_SHIFT) & _MASK).to(tl.int32)
+    return gate >> _LAYER_SHIFT
 
 
 @triton.jit
 def close_gate(gate):
-    """From here on nobody is inside; what was done there is seen. For kernels of one program."""
-    state = tl.atomic_and(gate, ~_OPEN, sem="acq_rel")
+    """From here on nobody is inside; what was done there is seen. Returns how the gate was. For
+    kernels of one program."""
+    before = tl.atomic_and(gate, ~_OPEN, sem="acq_rel")
+    state = before
     while (state & _INSIDE) != 0:
         state = tl.atomic_or(gate, 0, sem="acquire")
+    return before
 
 
 @triton.jit
-def open_gate(gate, event, layer):
-    """What was done before is seen inside."""
-    tl.debug_barrier()
-    tl.atomic_xchg(gate, (event << _EVENT_SHIFT) | (layer << _LAYER_SHIFT) | _OPEN, sem="release")
+def open_gate(gate, layer):
+    """What kernels before this one have done is seen inside."""
+    tl.atomic_xchg(gate, (layer << _LAYER_SHIFT) | _OPEN, sem="relaxed")
 
 
 @triton.jit
@@ -106,6 +106,6 @@ def leave_gate(gate):
 
 def check_courier(courier: Courier, device: torch.device) -> None:
     sizes = {"gate": 1, "served": COPY_PROGRAMS, "arrived": NUM_REQUESTS}
-    dtypes = {"gate": torch.int64, "served": torch.int64, "logits": torch.float32}
+    dtypes = {"served": torch.int64, "logits": torch.float32}
     for name, tensor in courier._asdict().items():
         check(name, tensor, dtypes.get(name, torch.int32), (sizes.get(name, -1),), device)

@@ -13,6 +13,7 @@ from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.clock import now_ns, now_ns_reference
 from seqmoe_kernels.flights import check_flights
 from seqmoe_kernels.formats import NUM_MARKS, STALL_ENDED, Flights, PoolState
+from seqmoe_kernels.gate import Courier, check_courier, open_gate, open_gate_reference
 from seqmoe_kernels.lookahead import Ahead
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.requests import (
@@ -30,11 +31,14 @@ _STALL_ENDED = tl.constexpr(STALL_ENDED)
 
 
 class Prefetching(NamedTuple):
-    """What a fetch must know of prefetches; without `ahead` it asks for none."""
+    """What a fetch must know of prefetches. It asks for those of `ahead`, or opens the gate for the
+    `courier` to ask behind `layer`, or neither."""
 
     pool: PoolState
     flights: Flights
     ahead: Ahead | None = None
+    courier: Courier | None = None
+    layer: int = 0
 
 
 def fetch_reference(
@@ -55,7 +59,9 @@ def fetch_reference(
         marks[STALL_ENDED] = now_ns_reference()
     if prefetching is None:
         return
-    pool, flights, ahead = prefetching
+    pool, flights, ahead, courier, layer = prefetching
+    if courier is not None:
+        open_gate_reference(courier, layer)
     if count:
         flights.control.copy_(pool.clock * 2)
     if ahead is not None:
@@ -76,6 +82,8 @@ def _fetch_kernel(
     PROGRAMS: tl.constexpr,
     PREFETCH: tl.constexpr,
     AHEAD: tl.constexpr,
+    BESIDE: tl.constexpr,
+    courier,
     pool,
     flights,
     prospects,
@@ -101,8 +109,11 @@ def _fetch_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    let_next_start(PDL)  # not before: the next kernel reads the resolved slots without waiting
     i = tl.program_id(1)
+    if BESIDE:  # noqa: SIM102 (one condition is the compiler's)
+        if (i == 0) & (tl.program_id(0) == 0):
+            open_gate(courier.gate, layer)
+    let_next_start(PDL)  # not before: the next kernel reads the resolved slots without waiting
     if AHEAD:  # noqa: SIM102 (one condition is the compiler's)
         # A row beyond those of misses; it touches no slot that this layer uses.
         if (i == tl.num_programs(1) - 1) & (tl.program_id(0) == 0):
@@ -156,6 +167,8 @@ def fetch_triton(
         check_flights(prefetching.flights, slots.device)
         if ahead is not None:
             check_ahead(ahead, prefetching.pool, prefetching.flights)
+        if prefetching.courier is not None:
+            check_courier(prefetching.courier, slots.device)
     if count > 0:
         rows = count + (ahead is not None)
         _fetch_kernel[(PROGRAMS_PER_RECORD, rows)](
@@ -170,6 +183,7 @@ def fetch_triton(
             PROGRAMS_PER_RECORD,
             prefetching is not None,
             ahead is not None,
+            prefetching is not None and prefetching.courier is not None,
             *_of_prefetching(prefetching),
             num_warps=8,
             enable_fp_fusion=True,
@@ -178,14 +192,19 @@ def fetch_triton(
 
 
 def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
-    """The arguments of `_fetch_kernel` from `pool` on."""
-    pool, flights, ahead = prefetching or (None, None, None)
-    if prefetching is None or ahead is None:
-        return pool, flights, *(None,) * 4, 1, None, None, 0, 1, *(1,) * 9, False, False
+    """The arguments of `_fetch_kernel` from `courier` on."""
+    if prefetching is None:
+        return *(None,) * 7, 1, None, None, 0, 1, *(1,) * 9, False, False
+    pool, flights, ahead, courier, layer = prefetching
+    if ahead is None:
+        return (
+            *(courier, pool, flights, *(None,) * 4, 1, None, None, layer, 1, *(1,) * 9),
+            *(False, False),
+        )
     top_k, asking = len(ahead.wanted), ahead.asking
     names, sizes = asking_arguments(asking, top_k, prefetching.pool, prefetching.flights)
     event = (ahead.wanted, ahead.slots, ahead.layer)
-    return pool, flights, asking.prospects, ahead.logits, *names, *event, *sizes
+    return None, pool, flights, asking.prospects, ahead.logits, *names, *event, *sizes
 
 
 def fetch(
@@ -202,7 +221,8 @@ def fetch(
     The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
 
     With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link. With
-    `prefetching`, the host is told that the misses are served, and asked for what is named ahead.
+    `prefetching`, who copies is told that the misses are served, and what is named ahead is asked
+    for.
     """
     run = fetch_triton if slots.is_cuda else fetch_reference
     run(records, slots, miss_ids, miss_slots, num_misses, marks, prefetching)

@@ -89,7 +89,7 @@ class PooledExperts:
         ahead = None
         if self.prefetch is not None and flights is not None and courier is None:
             ahead = self.prefetch.ahead(layer, later, chosen, prospects)
-        self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
+        self.pool.fetch(chosen.wanted, chosen.resolved, ahead, courier, layer)
         return expert_mlp(x, h, self.pool.slots, chosen.resolved, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:

@@ -17,6 +17,7 @@ from seqmoe_cli.residency.policies import (
 )
 from seqmoe_kernels import (
     Ahead,
+    Courier,
     Fault,
     Flights,
     Prefetching,
@@ -168,12 +169,19 @@ class ExpertPool:
         return self.fetch(flat_ids, resolve(flat_ids, self.state, self.flights))
 
     def fetch(
-        self, flat_ids: torch.Tensor, resolved: Resolved, ahead: Ahead | None = None
+        self,
+        flat_ids: torch.Tensor,
+        resolved: Resolved,
+        ahead: Ahead | None = None,
+        courier: Courier | None = None,
+        layer: int = 0,
     ) -> torch.Tensor:
         """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]. What is
-        `ahead` may be asked for."""
+        `ahead` may be asked for, or the `courier` may ask behind `layer`."""
         misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
-        beside = None if self.flights is None else Prefetching(self.state, self.flights, ahead)
+        beside = None
+        if self.flights is not None:
+            beside = Prefetching(self.state, self.flights, ahead, courier, layer)
         fetch(self.records, self.slots, *misses, self.state.marks, beside)
         if self.stamps:
             slots, counters = resolved.slots, self.state.counters

@@ -50,9 +50,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Side:
     """A pool that is served by a courier, on one device, by kernels or by references."""
 
-    def __init__(
-        self, num_slots: int, device: torch.device, by_kernels: bool, beside: bool
-    ) -> None:
+    def __init__(self, num_slots: int, device: torch.device, by_kernels: bool) -> None:
         self.device, self.by_kernels = device, by_kernels
         pool, flights = make(num_slots)
         on_device = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, device, beside=True)
@@ -72,7 +70,7 @@ class Side:
             logits.to(self.device), layer, Routing(EXPERTS, TOP_K, True), self.pool, None,
             self.flights, self.prospects, self.courier.used, self.courier,
         )  # fmt: skip
-        beside = Prefetching(self.pool, self.flights)
+        beside = Prefetching(self.pool, self.flights, None, self.courier, layer)
         fetch(self.records, self.slots, *chosen.resolved[1:], self.pool.marks, beside)
         places = chosen.resolved.slots.long()
         assert (self.slots[places] == chosen.wanted[:, None]).all()
