@@ -33,7 +33,7 @@ from seqmoe_kernels.gate import (
     leave_gate,
 )
 from seqmoe_kernels.lookahead import Ahead, Asking
-from seqmoe_kernels.lookup import check_pool, warps_for
+from seqmoe_kernels.lookup import check_pool
 from seqmoe_kernels.publish import NUMBER_BITS
 from seqmoe_kernels.requests import (
     SLOT_BITS,
@@ -50,6 +50,7 @@ BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 Ki
 # twice.
 LIMIT_NS = 10**8
 _LOOKS = tl.constexpr(2 if triton.knobs.runtime.interpret else 1 << 24)
+_GLANCES = tl.constexpr(1 if triton.knobs.runtime.interpret else 8)  # for work, to one at the gate
 
 _CUT_BYTES = tl.constexpr(CUT_BYTES)
 _NUM_REQUESTS, _REQUEST_WORDS = tl.constexpr(NUM_REQUESTS), tl.constexpr(REQUEST_WORDS)
@@ -110,7 +111,7 @@ def ask_triton(asking: Asking, pool: PoolState, flights: Flights, courier: Couri
         asking.prospects,
         *names,
         *sizes,
-        num_warps=warps_for(triton.next_power_of_2(len(pool.owner))),
+        num_warps=8,
         enable_fp_fusion=True,
     )
 
@@ -151,14 +152,16 @@ def _copy_kernel(
     number = tl.load(courier.served + p)
     looks = tl.full((), _LOOKS, tl.int32)
     while looks > 0:
-        gate = tl.atomic_or(courier.gate, 0, sem="acquire")
-        last = tl.atomic_or(flights.number, 0, sem="acquire")  # behind the gate: it has them all
-        if number < last:
+        if number < tl.atomic_or(flights.number, 0, sem="acquire"):
             _copy(records, slots, pool, flights, courier, number, until, WORDS, BLOCK, PROGRAMS)
             number += 1
         else:
-            on = (layer_at(gate) != LAYERS - 1) & (now_ns() < until)
-            looks = tl.where(on, looks - 1, 0)
+            looks = tl.where(now_ns() < until, looks - 1, 0)
+            if looks % _GLANCES == 0:
+                gate = tl.atomic_or(courier.gate, 0, sem="acquire")
+                last = tl.atomic_or(flights.number, 0, sem="acquire")  # then it has them all
+                over = (layer_at(gate) == LAYERS - 1) & (number == last)
+                looks = tl.where(over, 0, looks)
     tl.debug_barrier()
     tl.store(courier.served + p, number)
 
@@ -170,13 +173,13 @@ def _copy(
 ):  # fmt: skip
     """This program's part of a copy; the last one lands the tag."""
     entry = flights.requests + number % _NUM_REQUESTS * _REQUEST_WORDS
-    tag, place = tl.load(entry) >> _NUMBER_BITS, tl.load(entry + 1) >> _NUMBER_BITS
-    event = tl.load(entry + 2) >> _NUMBER_BITS
+    tag, place, event = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    control = tl.atomic_or(flights.control, 0, sem="relaxed")  # while those come
+    tag, place, event = tag >> _NUMBER_BITS, place >> _NUMBER_BITS, event >> _NUMBER_BITS
     slot = place & _SLOT_MASK
     source, target = records + (place >> _SLOT_BITS) * WORDS, slots + slot * WORDS
     first = tl.program_id(0) * BLOCK
     start = first
-    control = tl.atomic_or(flights.control, 0, sem="relaxed")
     while (start < WORDS) & ((control >> 1) < event):
         if (control & 1) == 0:
             at = start + tl.arange(0, BLOCK)

@@ -17,6 +17,7 @@ from seqmoe_kernels.router import route_reference, sort_key
 FEW_NAMES = 64  # say nothing of how many are right
 
 _LEAST, _CERTAIN, _FEW_NAMES = map(tl.constexpr, (LEAST, CERTAIN, FEW_NAMES))
+_NAMED, _RIGHT = tl.constexpr(NAMED), tl.constexpr(RIGHT)
 
 
 class Asking(NamedTuple):
@@ -105,12 +106,23 @@ def named_experts(
 
 
 @triton.jit
+def worthy_distances(flights, DISTANCES: tl.constexpr):
+    """For each distance whether enough of the names have been right to be asked for."""
+    row = tl.arange(0, DISTANCES) * 3
+    named, right = (
+        tl.load(flights.accuracy + row + _NAMED),
+        tl.load(flights.accuracy + row + _RIGHT),
+    )
+    least = tl.load(flights.rules + _LEAST)
+    return (named < _FEW_NAMES) | (right * _CERTAIN >= named * least)
+
+
+@triton.jit
 def judge_names(
     wanted, flights, layer, K: tl.constexpr, BLOCK_K: tl.constexpr, DISTANCES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compare what was named for this layer with what it wanted and would have missed; returns for
-    each distance whether enough of the names have been right to be asked for."""
+    """Compare what was named for this layer with what it wanted and would have missed."""
     k, d = tl.arange(0, BLOCK_K), tl.arange(0, DISTANCES)
     absent = tl.load(flights.absent + k, mask=k < K, other=0) > 0
     chosen = tl.load(wanted + k, mask=k < K, other=-2)
@@ -122,10 +134,8 @@ def judge_names(
     num_missing = tl.sum(absent.to(tl.int64), 0) * (d < layer)
     missing = tl.load(flights.accuracy + d * 3)
     named, hit = tl.load(flights.accuracy + d * 3 + 1), tl.load(flights.accuracy + d * 3 + 2)
-    named, hit = named + num_named, hit + num_right
     tl.debug_barrier()
     tl.store(flights.accuracy + d * 3, missing + num_missing)
-    tl.store(flights.accuracy + d * 3 + 1, named)
-    tl.store(flights.accuracy + d * 3 + 2, hit)
+    tl.store(flights.accuracy + d * 3 + 1, named + num_named)
+    tl.store(flights.accuracy + d * 3 + 2, hit + num_right)
     tl.store(flights.names + at, tl.full((DISTANCES * BLOCK_N,), -1, tl.int32))
-    return (named < _FEW_NAMES) | (hit * _CERTAIN >= named * tl.load(flights.rules + _LEAST))

@@ -42,6 +42,7 @@ from seqmoe_kernels.lookahead import (
     judge_reference,
     named_experts,
     named_reference,
+    worthy_distances,
     worthy_reference,
 )
 from seqmoe_kernels.lookup import check_pool
@@ -84,7 +85,6 @@ def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
     if not flights.rules[IN_FLIGHT]:
         return
     num_experts = ahead.asking.num_experts
-    judge_reference(ahead, flights)
     coming = {int(pool.owner[slot]) for slot in flights.slot.tolist() if slot >= 0}
     names, worthy = named_reference(ahead, flights), worthy_reference(flights)
     candidates, resident = [], []
@@ -107,6 +107,7 @@ def request_reference(ahead: Ahead, pool: PoolState, flights: Flights) -> None:
         elif hint >= 0 and distance > flights.names.shape[1] and hint not in coming:
             candidates.append((distance, hint))
     _start_reference(ahead, candidates, resident, pool, flights)
+    judge_reference(ahead, flights)
 
 
 def _start_reference(
@@ -211,17 +212,21 @@ def request_prefetches(
 ):  # fmt: skip
     """`Ahead` at work. For a single program that runs beside others of its launch: it touches no
     slot that this layer uses, so that the kernels behind it may read those at once."""
-    if tl.load(flights.rules + _IN_FLIGHT) > 0:
-        worthy = judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
+    # A copy waits for this: what can be known at once is loaded before anything is decided.
+    f, k = tl.arange(0, _NUM_FLIGHTS), tl.arange(0, BLOCK_K)
+    slot, last_due = tl.load(flights.slot + f), tl.load(flights.due_ns + f)
+    in_flight, per_layer = tl.load(flights.rules + _IN_FLIGHT), tl.load(flights.rules + _PER_LAYER)
+    most_kept = tl.load(flights.rules + _MOST_KEPT)
+    used = tl.load(slots + k, mask=k < K, other=-1)
+    worthy = worthy_distances(flights, DISTANCES)
+    owner = tl.load(pool.owner + slot, mask=slot >= 0, other=-2)
+    state = tl.load(pool.state + slot, mask=slot >= 0, other=_EMPTY)
+    if in_flight > 0:
         seen = tl.minimum(NUM_LAYERS - 1 - layer, DISTANCES)
         name = named_experts(
             logits, ids, step, num_steps, layer, seen, E, NAMES, BLOCK_E, DISTANCES, BLOCK_N,
             RECORDED, NUM_LAYERS,
         )  # fmt: skip
-        f = tl.arange(0, _NUM_FLIGHTS)
-        slot = tl.load(flights.slot + f)
-        owner = tl.load(pool.owner + slot, mask=slot >= 0, other=-2)
-        state = tl.load(pool.state + slot, mask=slot >= 0, other=_EMPTY)
         found = tl.load(pool.slot_of + name, mask=name >= 0, other=-1)
         coming = tl.max((name[:, None] == owner[None, :]).to(tl.int32), 1) > 0
         unknown = (name >= 0) & (found < 0)
@@ -232,10 +237,9 @@ def request_prefetches(
             flights.names + ((layer + 1 + d) * DISTANCES + d) * BLOCK_N + rank, kept, mask=d < seen
         )
         under_way = state == _FETCHING
-        room = tl.load(flights.rules + _IN_FLIGHT) - tl.sum(under_way.to(tl.int64), 0)
-        room = tl.minimum(room, tl.load(flights.rules + _PER_LAYER))
-        taken = tl.sum((slot >= 0).to(tl.int64), 0)
-        room = tl.minimum(room, tl.load(flights.rules + _MOST_KEPT) - taken)
+        taken = tl.sum((slot >= 0).to(tl.int64) + (under_way.to(tl.int64) << 8), 0)
+        room = tl.minimum(in_flight - (taken >> 8), per_layer)
+        room = tl.minimum(room, most_kept - (taken & 0xFF))
         asked = tl.broadcast_to(worthy[:, None], (DISTANCES, BLOCK_N))
         asked = tl.reshape(asked, (DISTANCES * BLOCK_N,)) & unknown & (coming == 0)
         job = tl.where(asked, i, _NOBODY_K)
@@ -248,31 +252,31 @@ def request_prefetches(
             job = _both(job, tl.where(absent, DISTANCES * BLOCK_N + i, _NOBODY_K))
             name, found, d = _both(name, hint), _both(found, known), _both(d, later)
         if (room > 0) & (tl.min(job, 0) < _NOBODY_K):
-            due = tl.where(under_way, tl.load(flights.due_ns + f), 0)
+            due = tl.max(tl.where(under_way, last_due, 0), 0)
             _start_jobs(
-                job, name, found, d, room, slot, tl.max(due, 0), slots, pool, flights, prospects,
-                (layer + 1) * E, num_slots, K, BLOCK_K, BLOCK_S,
+                job, name, found, d, room, slot, due, used, pool, flights, prospects,
+                (layer + 1) * E, num_slots, BLOCK_S,
             )  # fmt: skip
+        judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
 
 
 @triton.jit
 def _start_jobs(
-    job, name, found, d, room, flight, last_due, slots, pool, flights, prospects, first_to_come,
-    num_slots, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    job, name, found, d, room, flight, last_due, used, pool, flights, prospects, first_to_come,
+    num_slots, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Start up to `room` of the jobs, numbers below `_NOBODY` in the order of their urgency."""
-    f, k, slot = tl.arange(0, _NUM_FLIGHTS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
+    f, slot = tl.arange(0, _NUM_FLIGHTS), tl.arange(0, BLOCK_S)
     layer_ns, copy_ns = tl.load(flights.rules + _LAYER_NS), tl.load(flights.rules + _COPY_NS)
-    slack_ns, now = tl.load(flights.rules + _SLACK_NS), agreed_now(flights)
-    due = tl.maximum(now + tl.load(flights.rules + _DELAY_NS), last_due)
+    slack_ns, delay_ns = tl.load(flights.rules + _SLACK_NS), tl.load(flights.rules + _DELAY_NS)
     clock, number = tl.load(pool.clock), tl.load(flights.number)
     count = tl.load(pool.counters + _PREFETCHES)
     # What this layer uses, what the next ones are believed to, and what is promised stays.
-    used = tl.load(slots + k, mask=k < K, other=-1)
     score_k = tl.load(pool.score + used, mask=used >= 0, other=0)
     score_n = tl.load(pool.score + found, mask=found >= 0, other=0)
     score_f = tl.load(pool.score + flight, mask=flight >= 0, other=0)
-    tl.debug_barrier()
+    now = agreed_now(flights)
+    due = tl.maximum(now + delay_ns, last_due)
     tl.store(pool.score + used, _NEVER, mask=used >= 0)
     tl.store(pool.score + found, _NEVER, mask=found >= 0)
     tl.store(pool.score + flight, _NEVER, mask=flight >= 0)
@@ -289,16 +293,17 @@ def _start_jobs(
         if (best < _NOBODY_K) & (least != _NEVER):
             victim = tl.min(tl.where(candidates == least, slot, BLOCK_S), 0)
             free = tl.min(tl.where(flight < 0, f, _NUM_FLIGHTS), 0)
-            expert = tl.sum(tl.where(able == best, name, 0), 0)
-            event = clock + tl.sum(tl.where(able == best, d, 0), 0) + 1
-            _start(expert, victim, event, due, free, number, pool, flights, prospects)
+            both = (d.to(tl.int64) << 32) + name
+            both = tl.sum(tl.where(able == best, both, 0), 0)
+            event = clock + (both >> 32) + 1
+            _start(both.to(tl.int32), victim, event, due, free, number, pool, flights, prospects)
             number, count = number + 1, count + 1
             job = tl.where(job == best, _NOBODY_K, job)
             flight = tl.where(f == free, victim, flight)
             candidates = tl.where(slot == victim, _NEVER, candidates)
-    tl.store(pool.counters + _PREFETCHES, count)
     tl.debug_barrier()
     tl.atomic_xchg(flights.number, number, sem="release")  # whoever reads it sees the requests
+    tl.store(pool.counters + _PREFETCHES, count)
 
 
 def check_asking(asking: Asking, pool: PoolState, flights: Flights, device: torch.device) -> None:
