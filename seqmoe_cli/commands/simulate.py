@@ -6,16 +6,50 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands.bench import FORMAT_NAMES
-from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
+from seqmoe_cli.commands.options import check_choice
 from seqmoe_cli.commands.progress import status_line
+from seqmoe_cli.commands.simulate_options import (
+    BudgetOption,
+    DelayOption,
+    DiscountOption,
+    DmaOption,
+    EveryOption,
+    FetchOption,
+    ForecastOption,
+    HalfLifeOption,
+    InFlightOption,
+    LaunchOption,
+    LeastOption,
+    LookAheadOption,
+    OutputOption,
+    PoliciesOption,
+    PoolsOption,
+    PrecisionOption,
+    PredictorOption,
+    PrefetchByOption,
+    PrefetchesOption,
+    PromptsOption,
+    RareOption,
+    RecallOption,
+    RecordOption,
+    SeedOption,
+    SkipOption,
+    SlackOption,
+    StepOption,
+    TokensOption,
+    TracesOption,
+    WindowOption,
+    read_accuracy,
+    read_pool,
+    read_shares,
+    read_words,
+)
 from seqmoe_cli.errors import UsageError
-from seqmoe_cli.settings import PoolSize, check_range
+from seqmoe_cli.settings import PoolSize
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,131 +58,41 @@ if TYPE_CHECKING:
     from seqmoe_cli.replay.rows import Row
     from seqmoe_cli.replay.study import Assumptions, Foresight, Study
 
-_LISTED = "several with commas."
-
-
-def _number(name: str, metavar: str, low: float, high: float, help: str) -> Any:
-    def checked(value: float) -> float:
-        check_range(name, value, low, high)
-        return value
-
-    return typer.Option(name, metavar=metavar, help=help, callback=checked)
-
-
-_Traces = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TRACE",
-        help="Files of seqmoe trace, routing tables in CSV, delta-coded .npy; or qwen3.",
-        show_default=False,
-    ),
-]
-_Pools = Annotated[
-    str,
-    typer.Option(
-        "--pool", metavar="LIST", help=f"Pool sizes: all, 45%, 2GiB or 64slots; {_LISTED}"
-    ),
-]
-_Policies = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        metavar="LIST",
-        help="lru, decayed, s3fifo, forecast; window and belady, which know the future.",
-    ),
-]
-_Prefetches = Annotated[
-    str, typer.Option("--prefetch", metavar="LIST", help="off, lookahead, full or oracle.")
-]
-_Forecast = Annotated[
-    str,
-    typer.Option(
-        "--forecast",
-        metavar="NAME",
-        help="none, persistence, popularity, decayed, blurred (the truth, blurred) or predictor.",
-    ),
-]
-_Predictor = Annotated[
-    str | None,
-    flag("--predictor", metavar="MODEL|FILE", help="The one of seqmoe train that predictor means."),
-]
-_Recall = Annotated[
-    str, typer.Option("--recall", metavar="LIST", help="Of blurred, in steps 1, 2, 3-4, 5-8.")
-]
-_Precision = Annotated[
-    str | None,
-    flag("--precision", metavar="LIST", help="The same; recall * K / (K + 3) if not given."),
-]
-_Rare = Annotated[
-    float, _number("--rare", "X", 0.01, 1, "Share of both for experts unused in 64 tokens.")
-]
-_LookAhead = Annotated[
-    str,
-    typer.Option(
-        "--look-ahead",
-        metavar="LIST",
-        help="Recall of misses/precision of copies, for 1, 2, ... layers ahead.",
-    ),
-]
-_Window = Annotated[int, _number("--window", "N", 1, MAX_TOKENS, "Tokens that window sees.")]
-_HalfLife = Annotated[
-    float, _number("--half-life", "N", 0.1, 1e4, "Tokens until a use counts half.")
-]
-_Discount = Annotated[float, _number("--discount", "N", 0.1, 1e4, "The same for expected uses.")]
-_Skip = Annotated[int, _number("--skip", "N", 0, MAX_TOKENS, "First tokens, not counted.")]
-_Tokens = Annotated[
-    int | None, flag("--tokens", metavar="N", help="Replay the first N tokens only.")
-]
-_Prompts = Annotated[bool, flag("--prompts", help="Replay tokens of prompts too, one by one.")]
-_Record = Annotated[int, _number("--record-bytes", "N", 1, 2**40, "Bytes of an expert.")]
-_Step = Annotated[
-    float, _number("--step-ms", "MS", 1e-3, 1e6, "Time of a token that misses nothing.")
-]
-_Fetch = Annotated[float, _number("--fetch-gb", "GB", 1e-3, 1e6, "GB/s of a fetch.")]
-_Dma = Annotated[float, _number("--dma-gb", "GB", 1e-3, 1e6, "GB/s of a prefetch.")]
-_Launch = Annotated[float, _number("--launch-us", "US", 0, 1e6, "Until a fetch moves bytes.")]
-_Delay = Annotated[float, _number("--delay-us", "US", 0, 1e6, "From a request to its copy.")]
-_Least = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable.")]
-_Budget = Annotated[int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")]
-_InFlight = Annotated[int, _number("--in-flight", "N", 1, 64, "Most prefetches under way at once.")]
-_Every = Annotated[int, _number("--every", "N", 1, 1024, "Ask behind one of N layers.")]
-_Slack = Annotated[float, _number("--slack", "X", 0, 1, "Lateness allowed, in fetches.")]
-_Seed = Annotated[int, _number("--seed", "N", 0, 2**32, "Of everything blurred.")]
-_Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
-]
+_USUAL = {"gpu": (1, 3.0), "thread": (2, 40.0)}
+"""Copies under way at once, and microseconds from a request to its copy."""
 
 
 def simulate(
-    traces: _Traces,
-    pool: _Pools = "15%,25%,45%",
-    policy: _Policies = "lru,decayed,s3fifo,forecast,belady",
-    prefetch: _Prefetches = "off",
-    forecast: _Forecast = "blurred",
-    predictor: _Predictor = None,
-    recall: _Recall = "0.7,0.6,0.5,0.45",
-    precision: _Precision = None,
-    rare: _Rare = 0.5,
-    look_ahead: _LookAhead = "0.751/0.680,0.669/0.550,0.613/0.461,0.573/0.399",
-    window: _Window = 8,
-    half_life: _HalfLife = 16.0,
-    discount: _Discount = 2.0,
-    skip: _Skip = 0,
-    tokens: _Tokens = None,
-    prompts: _Prompts = False,
-    record_bytes: _Record = 4_722_688,
-    step_ms: _Step = 1.7,
-    fetch_gb: _Fetch = 48.0,
-    dma_gb: _Dma = 52.0,
-    launch_us: _Launch = 1.2,
-    delay_us: _Delay = 40.0,
-    least: _Least = 0.25,
-    budget: _Budget = 64,
-    in_flight: _InFlight = 2,
-    every: _Every = 1,
-    slack: _Slack = 0.0,
-    seed: _Seed = 0,
-    output: _Output = "md",
+    traces: TracesOption,
+    pool: PoolsOption = "15%,25%,45%",
+    policy: PoliciesOption = "lru,decayed,s3fifo,forecast,belady",
+    prefetch: PrefetchesOption = "off",
+    prefetch_by: PrefetchByOption = "gpu",
+    forecast: ForecastOption = "blurred",
+    predictor: PredictorOption = None,
+    recall: RecallOption = "0.7,0.6,0.5,0.45",
+    precision: PrecisionOption = None,
+    rare: RareOption = 0.5,
+    look_ahead: LookAheadOption = "0.751/0.680,0.669/0.550,0.613/0.461,0.573/0.399",
+    window: WindowOption = 8,
+    half_life: HalfLifeOption = 16.0,
+    discount: DiscountOption = 2.0,
+    skip: SkipOption = 0,
+    tokens: TokensOption = None,
+    prompts: PromptsOption = False,
+    record_bytes: RecordOption = 4_722_688,
+    step_ms: StepOption = 1.7,
+    fetch_gb: FetchOption = 48.0,
+    dma_gb: DmaOption = None,
+    launch_us: LaunchOption = 1.2,
+    delay_us: DelayOption = None,
+    least: LeastOption = 0.25,
+    budget: BudgetOption = 64,
+    in_flight: InFlightOption = None,
+    every: EveryOption = 1,
+    slack: SlackOption = None,
+    seed: SeedOption = 0,
+    output: OutputOption = "md",
 ) -> None:
     """Replay recorded routing through an expert pool: hits, loads and stall.
 
@@ -158,14 +102,15 @@ def simulate(
     counts as a miss.
     """
     from seqmoe_cli.replay.flight import Prefetching
-    from seqmoe_cli.replay.link import Link
+    from seqmoe_cli.replay.link import PREFETCH_BY, Link
     from seqmoe_cli.replay.study import FORECASTS, POLICIES, PREFETCHES, Assumptions
 
     check_choice("--forecast", forecast, FORECASTS)
+    check_choice("--prefetch-by", prefetch_by, PREFETCH_BY)
     check_choice("-o", output, FORMAT_NAMES)
-    pools = [_pool(word) for word in dict.fromkeys(pool.split(","))]
-    policies = _words("--policy", policy, POLICIES)
-    prefetches = _words("--prefetch", prefetch, PREFETCHES)
+    pools = [read_pool(word) for word in dict.fromkeys(pool.split(","))]
+    policies = read_words("--policy", policy, POLICIES)
+    prefetches = read_words("--prefetch", prefetch, PREFETCHES)
     if (forecast == "predictor") != (predictor is not None):
         raise UsageError(
             "--forecast predictor and --predictor belong together",
@@ -176,24 +121,33 @@ def simulate(
             "--forecast predictor would not be used",
             "add --policy forecast or --prefetch full, or leave it and --predictor out",
         )
+    for name, value in (("--dma-gb", dma_gb), ("--slack", slack)):
+        if value is not None and prefetch_by == "gpu":
+            raise UsageError(
+                f"{name} means nothing to copies by gpu",
+                "leave it out, or add --prefetch-by thread",
+            )
+    usual_in_flight, usual_us = _USUAL[prefetch_by]
     stored = None if predictor is None else _predictor(predictor)
     known = Assumptions(
         step_s=1e-3 * step_ms,
         link=Link(
             record_bytes=record_bytes,
             fetch_bytes_per_s=1e9 * fetch_gb,
-            dma_bytes_per_s=1e9 * dma_gb,
             launch_s=1e-6 * launch_us,
-            delay_s=1e-6 * delay_us,
+            prefetch_by=prefetch_by,
+            delay_s=1e-6 * (usual_us if delay_us is None else delay_us),
+            dma_bytes_per_s=1e9 * (dma_gb or 52.0),
+            slack=slack or 0.0,
         ),
         rules=Prefetching(
-            in_flight=in_flight, budget=budget, least=least, slack=slack, every=every
+            in_flight=in_flight or usual_in_flight, budget=budget, least=least, every=every
         ),
-        look_ahead=_accuracy(look_ahead),
+        look_ahead=read_accuracy(look_ahead),
         forecast=forecast,
         predictor=None if stored is None else _foresight(stored),
-        recall=_shares("--recall", recall),
-        precision=_shares("--precision", precision) if precision else (),
+        recall=read_shares("--recall", recall),
+        precision=read_shares("--precision", precision) if precision else (),
         rare=rare,
         half_life=half_life,
         discount=discount,
@@ -239,49 +193,6 @@ def _foresight(stored: StoredPredictor) -> Foresight:
     from seqmoe_cli.residency.policies import ONE
 
     return lambda whole, replayed: ForeseenSteps(Foreseen(stored.predictor, whole), replayed, ONE)
-
-
-def _pool(word: str) -> PoolSize:
-    size = PoolSize.parse(word)
-    if size.kind == "auto":
-        raise UsageError("--pool auto: there is no device to look at", "give a share, as in 45%")
-    return size
-
-
-def _words(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in words:
-        check_choice(name, word, allowed)
-    return words
-
-
-def _share(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise UsageError(f"{name} {text!r} is no share", "use numbers above 0, 1 at the most")
-    return value
-
-
-def _shares(name: str, text: str) -> tuple[float, ...]:
-    """One number for all four windows of a forecast, or one for each."""
-    shares = tuple(_share(name, word) for word in text.split(","))
-    if len(shares) not in (1, 4):
-        raise UsageError(f"{name} {text!r} has {len(shares)} numbers", "give one or four")
-    return shares * (4 // len(shares))
-
-
-def _accuracy(text: str) -> tuple[tuple[float, float], ...]:
-    """Recall and precision by layers ahead."""
-    pairs = []
-    for word in text.split(","):
-        recall, slash, precision = word.partition("/")
-        if not slash:
-            raise UsageError(f"--look-ahead {word!r} has no /", "write recall/precision: 0.75/0.68")
-        pairs.append((_share("--look-ahead", recall), _share("--look-ahead", precision)))
-    return tuple(pairs)
 
 
 def _print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,6 @@ from seqmoe_cli.replay.link import Copy, LinkClock
 from seqmoe_cli.replay.prefetch import Prefetch
 from seqmoe_cli.replay.table import SlotTable
 from seqmoe_cli.residency.policies import ONE, Ints, Policy
-from seqmoe_cli.residency.schedule import schedule
 
 _NONE = np.empty(0, np.int64)
 
@@ -20,14 +18,12 @@ _NONE = np.empty(0, np.int64)
 class Prefetching:
     """`source` None: no prefetch. At most `in_flight` copies are under way, at most `budget` are
     asked for in a token, behind each of the events that `every` divides; a candidate less probable
-    than `least` is left alone. A copy may land `slack` times the time of a fetch after it is
-    wanted: it is waited for, and that is sooner."""
+    than `least` is left alone."""
 
     source: Prefetch | None = None
-    in_flight: int = 2
+    in_flight: int = 1
     budget: int = 64
     least: float = 0.25
-    slack: float = 0.0
     every: int = 1
 
 
@@ -69,33 +65,35 @@ class Flight:
             slots += promised
         return np.array(slots, np.int64)
 
-    def late(self, wanted: Ints) -> list[int]:
-        """Those of the wanted whose copies are under way and here sooner than a fetch would be. Of
-        the others that are under way, the copies are dropped."""
-        waiting: list[int] = []
+    def late(self, wanted: Ints) -> list[Copy]:
+        """The copies of the wanted that are under way and here sooner than a fetch would be; the
+        others of the wanted are dropped."""
+        waiting: list[Copy] = []
         for expert in wanted.tolist() if self._coming else ():
             copy = self._coming.get(expert)
-            if copy and self._clock.lands_at(copy) - self._clock.now < self._clock.link.fetch_s:
-                waiting.append(expert)
+            if copy and self._clock.is_sooner(copy):
+                waiting.append(copy)
             elif copy:
                 copy.dropped = True
                 del self._coming[expert]
         return waiting
 
-    def wait(self, experts: Sequence[int]) -> None:
-        """Time goes by until all of them have landed."""
-        for expert in experts:
-            if expert in self._coming:
-                self._clock.run(self._clock.lands_at(self._coming[expert]))
-                self.land()
-
-    def passed(self, event: int, wanted: Ints, waiting: Sequence[int], loads: Ints) -> list[int]:
+    def passed(self, event: int, wanted: Ints, missed: Ints) -> list[int]:
         """The event has its experts: for each hit because of a prefetch in time, the token in which
-        that was asked for."""
+        that was asked for. `missed`: those of the wanted that were fetched or waited for."""
         self._promised.pop(event, None)
-        late = {*waiting, *loads.tolist()}  # or landed, but evicted before this
+        late = set(missed.tolist())  # or landed, but evicted before this
         tokens = [(e, self._fresh.pop(e)) for e in wanted.tolist() if e in self._fresh]
         return [token for expert, token in tokens if expert not in late]
+
+    def cut(self, event: int) -> list[Copy]:
+        """Behind an event: end the copies that were made for it and have not been wanted, if that
+        can be done. Their slots are empty at once."""
+        ended = self._clock.cut(event)
+        for copy in ended:
+            self._table.vacate(np.array([copy.slot]))
+            del self._coming[copy.expert]
+        return ended
 
     def request(self, event: int, wanted: Ints) -> int:
         """Ask for what is worth it behind an event that wanted these experts; returns the number of
@@ -109,26 +107,21 @@ class Flight:
         absent = self._table.slot_of < 0
         absent[[copy.expert for copy in self._clock.copies]] = False
         experts, probability, due = self._rules.source.candidates(event, absent)
-        link, now = self._clock.link, self._clock.now
-        ready = now + max(link.delay_s, self._clock.backlog_s())
-        units = np.floor(
-            (now + (due - event) * link.layer_s - ready + self._rules.slack * link.fetch_s)
-            / link.copy_s
-            + 1e-9
-        )
-        able = np.flatnonzero((units >= 1) & (probability >= round(self._rules.least * ONE)))
-        order = schedule(probability[able], units[able].astype(np.int64), self._budget)
+        able = np.flatnonzero(probability >= round(self._rules.least * ONE))
+        seconds = (due[able] - event) * self._clock.link.layer_s
+        order = able[self._clock.order(probability[able], seconds, self._budget)]
         room = min(room, self._most_barred - len(self.barred()))
-        for job in able[order[: max(room, 0)]].tolist():
+        chosen = order[: max(room, 0)].tolist()
+        for job in chosen:
             self._start(int(experts[job]), int(due[job]), wanted)
-        return min(len(order), max(room, 0))
+        return len(chosen)
 
     def _start(self, expert: int, due: int, wanted: Ints) -> None:
         barred = np.concatenate((self.barred(), self._table.slot_of[wanted]))
         slot = self._policy.victims(self._table.owner, barred, np.array([expert]))
         self._table.vacate(slot)
         self._table.owner[slot] = expert
-        copy = Copy(expert, int(slot[0]), self._token)
+        copy = Copy(expert, int(slot[0]), self._token, due)
         self._clock.request(copy)
         self._coming[expert] = copy
         self._promised.setdefault(due, []).append(copy.slot)

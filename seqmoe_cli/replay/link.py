@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqmoe_cli.residency.policies import Ints
+from seqmoe_cli.residency.schedule import schedule
+
+Floats = NDArray[np.floating]
+PREFETCH_BY = ("gpu", "thread")
 
 
 @dataclass(frozen=True)
@@ -11,19 +22,26 @@ class Link:
     """Times in seconds; the defaults are those of Qwen3-30B-A3B-FP8 on an H200 (PCIe 5 x16).
 
     `layer_s` is a layer's time when nothing is missing. A fetch runs in the graph: `launch_s`, then
-    its records at `fetch_bytes_per_s`. A prefetch is a DMA copy at `dma_bytes_per_s`; a thread
-    starts it `delay_s` after the request, or after the end of a fetch that it has to let pass.
-    While a fetch and a DMA copy share the link, the fetch has `fetch_share` of its own speed and
-    the copy the rest of its own.
+    its records at `fetch_bytes_per_s`. A prefetch starts `delay_s` after the request.
+    `prefetch_by`, one of PREFETCH_BY, is who copies it: a kernel beside the others, as fast as a
+    fetch, or DMA, which a thread starts, at `dma_bytes_per_s`. DMA may end `slack` times the time
+    of a fetch after the copy is wanted: it is waited for, and that is sooner. While a fetch and DMA
+    share the link, the fetch has `fetch_share` of its own speed and the copy the rest of its own.
     """
 
     record_bytes: int = 4_722_688
     layer_s: float = 1.7e-3 / 48
     fetch_bytes_per_s: float = 48e9
-    dma_bytes_per_s: float = 52e9
     launch_s: float = 1.2e-6
-    delay_s: float = 40e-6
+    prefetch_by: str = "gpu"
+    delay_s: float = 3e-6
+    dma_bytes_per_s: float = 52e9
+    slack: float = 0.0
     fetch_share: float = 0.37  # 116 us became 314 us
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        return self.fetch_bytes_per_s if self.prefetch_by == "gpu" else self.dma_bytes_per_s
 
     @property
     def fetch_s(self) -> float:
@@ -31,23 +49,24 @@ class Link:
 
     @property
     def copy_s(self) -> float:
-        return self.record_bytes / self.dma_bytes_per_s
+        return self.record_bytes / self.copy_bytes_per_s
 
 
-@dataclass
+@dataclass(eq=False)
 class Copy:
-    """A prefetch asked for during `token`: `start_s` is when the thread starts it, if the link is
-    free; `left` what is still to copy, from 1 to 0; `dropped`: nobody waits for it."""
+    """A prefetch asked for during `token`, for the event `due`: `start_s` is when it starts, if the
+    link is free; `left` what is still to copy, from 1 to 0; `dropped`: nobody waits for it."""
 
     expert: int
     slot: int
     token: int = 0
+    due: int = 0
     left: float = 1.0
     dropped: bool = False
     start_s: float = 0.0
 
 
-class LinkClock:
+class LinkClock(ABC):
     """What is on the link at a time. Copies run one after the other, in the order of requests."""
 
     def __init__(self, link: Link) -> None:
@@ -56,7 +75,7 @@ class LinkClock:
         self.landed: list[Copy] = []  # for the caller to take away
 
     def request(self, copy: Copy) -> None:
-        """The thread is asked for a copy now."""
+        """A copy is asked for now."""
         copy.start_s = self.now + self.link.delay_s
         self.copies.append(copy)
 
@@ -72,9 +91,79 @@ class LinkClock:
             self._land(end)
         self.now = until
 
+    def ready_s(self) -> float:
+        """How long it takes until a copy that is asked for now can start."""
+        return max(self.link.delay_s, sum(copy.left for copy in self.copies) * self.link.copy_s)
+
+    @abstractmethod
+    def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
+        """Which copies to ask for now, and in which order, as indices [up to `most`]: profit [n] is
+        what each is worth, above 0, `seconds` [n] how long it takes until it is wanted."""
+
+    @abstractmethod
     def fetch(self, num: int) -> None:
-        """Time goes by until `num` records have been fetched. Copies that the thread had started
-        by now go on at the same time; it turns to the others when the fetch has ended."""
+        """Time goes by until `num` records have been fetched."""
+
+    @abstractmethod
+    def is_sooner(self, copy: Copy) -> bool:
+        """Than a fetch of the same, if it is waited for."""
+
+    @abstractmethod
+    def wait(self, copies: Sequence[Copy]) -> None:
+        """Time goes by until all of them have landed."""
+
+    @abstractmethod
+    def cut(self, event: int) -> list[Copy]:
+        """Ends the copies for this event and earlier ones, if that can be done."""
+
+    def _land(self, time: float) -> None:
+        copy = self.copies.popleft()
+        copy.left = 0.0
+        self.landed.append(copy)
+        self.now = time
+
+
+class CourierClock(LinkClock):
+    """A kernel copies, in pieces: it stands still during a fetch, ends as soon as nobody wants the
+    copy, and hurries, without a delay, when somebody waits. So any part of a copy that can be
+    done in time is worth having."""
+
+    def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
+        """The engine's rule: what is wanted first, the most profitable of it first."""
+        able = np.flatnonzero(seconds >= self.ready_s())
+        return able[np.lexsort((-profit[able], seconds[able]))][:most]
+
+    def fetch(self, num: int) -> None:
+        self.now += self.link.launch_s + num * self.link.fetch_s
+
+    def is_sooner(self, copy: Copy) -> bool:
+        return True
+
+    def wait(self, copies: Sequence[Copy]) -> None:
+        self.now += self.link.launch_s
+        while any(copy in self.copies for copy in copies):
+            self._land(self.now + self.copies[0].left * self.link.fetch_s)
+
+    def cut(self, event: int) -> list[Copy]:
+        ended = [copy for copy in self.copies if copy.due <= event]
+        for copy in ended:
+            self.copies.remove(copy)
+        return ended
+
+
+class ThreadClock(LinkClock):
+    """A thread starts DMA copies, each of which then runs to its end."""
+
+    def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
+        """Unit jobs with deadlines, a job being one record."""
+        spare = seconds - self.ready_s() + self.link.slack * self.link.fetch_s
+        units = np.floor(spare / self.link.copy_s + 1e-9).astype(np.int64)
+        able = np.flatnonzero(units >= 1)
+        return able[schedule(profit[able], units[able], most)]
+
+    def fetch(self, num: int) -> None:
+        """Copies that the thread had started by now go on at the same time; it turns to the others
+        when the fetch has ended."""
         started = sum(copy.start_s <= self.now for copy in self.copies)
         held = list(self.copies)[started:]
         left, share = num * self.link.fetch_s, self.link.fetch_share
@@ -94,6 +183,17 @@ class LinkClock:
         for copy in held:
             copy.start_s = self.now + self.link.delay_s
 
+    def is_sooner(self, copy: Copy) -> bool:
+        return self.lands_at(copy) - self.now < self.link.fetch_s
+
+    def wait(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            if copy in self.copies:
+                self.run(self.lands_at(copy))
+
+    def cut(self, event: int) -> list[Copy]:
+        return []
+
     def lands_at(self, wanted: Copy) -> float:
         """When a copy that is under way will be here if nothing is fetched before."""
         time = self.now
@@ -103,10 +203,6 @@ class LinkClock:
                 break
         return time
 
-    def backlog_s(self) -> float:
-        """How long the link is busy with what is under way."""
-        return sum(copy.left for copy in self.copies) * self.link.copy_s
 
-    def _land(self, time: float) -> None:
-        self.landed.append(self.copies.popleft())
-        self.now = time
+def clock_of(link: Link) -> LinkClock:
+    return CourierClock(link) if link.prefetch_by == "gpu" else ThreadClock(link)

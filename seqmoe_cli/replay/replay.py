@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.replay.flight import Flight, Prefetching
-from seqmoe_cli.replay.link import Link, LinkClock
+from seqmoe_cli.replay.link import Link, clock_of
 from seqmoe_cli.replay.policies import Routing
 from seqmoe_cli.replay.table import SlotTable
 from seqmoe_cli.residency.policies import Blend, Ints, Policy
@@ -29,20 +29,23 @@ class Replayed:
 
     `loads` [T, L]: how many of the K experts of an event had to be fetched. `late` [T, L]: how many
     were waited for, their copy being on the link. `copies` [T]: prefetches asked for during a
-    token; `used` [T]: how many of these made a hit in time. `stall_s` [T]: time lost to
-    fetches and to waiting.
+    token; `used` [T]: how many of these made a hit in time; `unmoved` [T]: what did not come of
+    those that were cut short, in records and parts of them. `stall_s` [T]: time lost to fetches
+    and to waiting.
     """
 
     loads: Ints
     late: Ints
     copies: Ints
     used: Ints
+    unmoved: NDArray[np.float64]
     stall_s: NDArray[np.float64]
     top_k: int
 
     def loads_per_token(self, counted: Counted) -> float:
-        """Records that came over the link, prefetched ones too; mean over the tokens that count."""
-        return float((self.loads.sum(axis=1) + self.copies)[counted].mean())
+        """Records that came over the link, prefetched ones too, whole or in part; mean over the
+        tokens that count."""
+        return float((self.loads.sum(axis=1) + self.copies - self.unmoved)[counted].mean())
 
     def hit_rate(self, counted: Counted) -> float:
         """Share of the lookups of these tokens that found a slot in time, from 0 to 1."""
@@ -89,11 +92,12 @@ class _Run:
     ) -> None:
         tokens, layers, top_k = routing.trace.experts.shape
         self._routing, self._policy, self._source = routing, policy, rules.source
-        self._table, self._clock = SlotTable(num_slots, routing.num_experts), LinkClock(link)
+        self._table, self._clock = SlotTable(num_slots, routing.num_experts), clock_of(link)
         self.flight = Flight(self._table, self._clock, policy, rules, top_k)
         loads, late = np.zeros((2, tokens, layers), np.int64)
         copies, used = np.zeros((2, tokens), np.int64)
-        self.done = Replayed(loads, late, copies, used, np.zeros(tokens), top_k)
+        unmoved, stall_s = np.zeros((2, tokens))
+        self.done = Replayed(loads, late, copies, used, unmoved, stall_s, top_k)
 
     def event(self, token: int, layer: int) -> Ints:
         """A layer gets its experts, whatever time that takes."""
@@ -102,15 +106,20 @@ class _Run:
         wanted: Ints = self._routing.events[event]
         self.flight.land()
         waiting = self.flight.late(wanted)
-        now = wanted[~np.isin(wanted, waiting)] if waiting else wanted
-        _, loads = self._table.require(now, self._policy, self.flight.barred())
+        late = np.array([copy.expert for copy in waiting], np.int64)
+        here = wanted[~np.isin(wanted, late)] if waiting else wanted
+        _, loads = self._table.require(here, self._policy, self.flight.barred())
         if len(loads):
             self._clock.fetch(len(loads))
-        self.flight.wait(waiting)
-        used = self.flight.passed(event, wanted, waiting, loads)
+        if waiting:
+            self._clock.wait(waiting)
+        self.flight.land()
+        used = self.flight.passed(event, wanted, np.concatenate((late, loads)))
         self.done.loads[token, layer], self.done.late[token, layer] = len(loads), len(waiting)
         for asked in used:
             self.done.used[asked] += 1
+        for copy in self.flight.cut(event):
+            self.done.unmoved[copy.token] += copy.left
         self.done.stall_s[token] += self._clock.now - began
         if self._source:
             self._source.missed(event, len(loads) + len(waiting) + len(used))

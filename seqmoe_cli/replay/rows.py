@@ -15,10 +15,11 @@ class Row:
     """Totals are over the `num_tokens` that count; the names are the keys of the JSON.
 
     A hit found a slot with the expert in it, or on its way and waited for; an on-time hit did not
-    wait. Loads are all records that came over the link: fetches and prefetches. `used_prefetches`
-    became on-time hits. `stall_ms` is per token. `share_of_full_load` compares the speed with that
-    of a pool for all experts. `gap_recovered`, without prefetch: 0 at the loads of LRU, 1 at those
-    of Belady.
+    wait. Loads are fetches and prefetches, counted whole; of a prefetch that was cut short,
+    `loads_per_token` and `loaded_bytes` have only the part that came over the link.
+    `used_prefetches` became on-time hits. `stall_ms` is per token. `share_of_full_load` compares
+    the speed with that of a pool for all experts. `gap_recovered`, without prefetch: 0 at the loads
+    of LRU, 1 at those of Belady.
     """
 
     trace: str
@@ -26,6 +27,7 @@ class Row:
     num_slots: int
     policy: str
     prefetch: str
+    prefetch_by: str
     look_ahead: str
     forecast: str
     num_tokens: int
@@ -60,7 +62,7 @@ class Row:
         copies, used = int(done.copies[counted].sum()), int(done.used[counted].sum())
         tokens, layers = done.loads[counted].shape
         lookups = tokens * layers * done.top_k
-        per_token = (fetches + copies) / tokens
+        per_token = done.loads_per_token(counted)
         stall_s = float(done.stall_s[counted].mean())
         step_s = link.layer_s * layers
         return cls(
@@ -77,7 +79,7 @@ class Row:
             num_used_prefetches=used,
             loads_per_token=per_token,
             prefetches_per_token=copies / tokens,
-            loaded_bytes=(fetches + copies) * link.record_bytes,
+            loaded_bytes=round(per_token * tokens * link.record_bytes),
             stall_ms=1e3 * stall_s,
             share_of_full_load=step_s / (step_s + stall_s),
             gap_recovered=_recovered(per_token, *online_and_best)

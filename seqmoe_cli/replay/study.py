@@ -126,6 +126,7 @@ class Study:
             "pool": pool.text,
             "policy": f"window {self.assumptions.window}" if policy == "window" else policy,
             "prefetch": prefetch,
+            "prefetch_by": "" if prefetch == "off" else self.link.prefetch_by,
             "look_ahead": "simulated" if prefetch in ("lookahead", "full") else "",
             "forecast": self.assumptions.forecast if uses_forecast else "",
         }
@@ -141,8 +142,8 @@ class Study:
         ]
         if set(prefetches) - {"off"}:
             lines.append(
-                f"prefetches at {link.dma_bytes_per_s / 1e9:g} GB/s, "
-                f"{1e6 * link.delay_s:g} us after the request"
+                f"prefetches by {link.prefetch_by}, at most {known.rules.in_flight} under way, at "
+                f"{link.copy_bytes_per_s / 1e9:g} GB/s, {1e6 * link.delay_s:g} us after the request"
             )
         if {"lookahead", "full"} & set(prefetches):
             pairs = ", ".join(f"{100 * r:.1f}/{100 * p:.1f}" for r, p in known.look_ahead)

@@ -22,9 +22,9 @@ class SlotTable:
         took the slots of victims in the order of `wanted`. What is wanted is no victim, nor are the
         slots `barred`."""
         slots = self.slot_of[wanted]
-        if slots.min() >= 0:
-            return slots, wanted[:0]
         miss = slots < 0
+        if not miss.any():
+            return slots, wanted[:0]
         loads = wanted[miss]
         slots[miss] = policy.victims(self.owner, np.concatenate((barred, slots[~miss])), loads)
         self.vacate(slots[miss])

@@ -16,6 +16,7 @@ from seqmoe_cli.main import main
 from tests.chat.screen import Program
 from tests.replay.test_replay import random_trace
 
+MEASURED = "--step-ms 1.69 --fetch-gb 49 --launch-us 0.8"
 SMALL = ["--pool", "45%", "--policy", "lru,belady"]
 
 
@@ -74,6 +75,48 @@ def test_prefetch_levels(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["forecast"] for row in rows] == ["blurred"] * 4
     assert [row["num_prefetches"] > 0 for row in rows] == [False, True, True, True]
     assert all(row["num_used_prefetches"] <= row["num_on_time_hits"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("argv", "stall_ms", "on_time", "loads"),
+    [
+        (f"--pool 45% {MEASURED}", 0.5946, 97.27, 15.93),
+        (f"--pool 45% {MEASURED} --delay-us 5", 0.6021, 97.27, 15.89),
+        (f"--pool 45% {MEASURED} --in-flight 2", 0.5951, 97.24, 16.84),
+        (f"--pool 25% {MEASURED}", 3.5384, 85.05, 51.84),
+        ("--pool 45% --prefetch-by thread", 0.8343, 97.30, 15.22),
+        ("--pool 45% --prefetch-by thread --delay-us 25 --slack 1", 0.7663, 97.59, 18.03),
+        ("--pool 25% --prefetch-by thread", 4.4667, 85.21, 51.59),
+    ],
+)
+def test_prefetch_by_gpu_and_by_thread(
+    argv: str, stall_ms: float, on_time: float, loads: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures that stay as they are."""
+    usual = "qwen3 --skip 64 --policy decayed --prefetch lookahead"
+    [row] = json.loads(simulate(capsys, *usual.split(), *argv.split(), "-o", "json"))
+    assert row["prefetch_by"] == ("thread" if "thread" in argv else "gpu")
+    assert row["stall_ms"] == pytest.approx(stall_ms, abs=1e-4)
+    assert 100 * row["on_time_hit_rate"] == pytest.approx(on_time, abs=0.01)
+    assert row["loads_per_token"] == pytest.approx(loads, abs=0.01)
+    moved = row["loaded_bytes"] / row["num_tokens"] / 4_722_688
+    assert moved == pytest.approx(row["loads_per_token"])
+    whole = row["num_loads"] / row["num_tokens"]
+    assert row["loads_per_token"] == whole or (row["prefetch_by"] == "gpu" and moved < whole)
+
+
+def test_who_copies_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [str(small), *SMALL, "--prefetch", "off,lookahead"]
+    assert (
+        "\nprefetches by gpu, at most 1 under way, at 40 GB/s, 3 us after the request\n"
+        in simulate(capsys, *argv, "--fetch-gb", "40")
+    )
+    assert (
+        "\nprefetches by thread, at most 2 under way, at 52 GB/s, 40 us after the request\n"
+        in simulate(capsys, *argv, "--fetch-gb", "40", "--prefetch-by", "thread")
+    )
+    rows = json.loads(simulate(capsys, *argv, "-o", "json"))
+    assert [row["prefetch_by"] for row in rows] == ["", "gpu"] * 2
 
 
 def test_the_same_rows_in_every_format(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +180,10 @@ def test_on_a_terminal(small: Path) -> None:
         (["qwen3", "--pool", "5slots"], 1, "6 experts"),
         (["qwen3", "--policy", "lru,best"], 2, "best"),
         (["qwen3", "--prefetch", "on"], 2, "--prefetch"),
+        (["qwen3", "--prefetch-by", "dma"], 2, "--prefetch-by"),
+        (["qwen3", "--dma-gb", "50"], 2, "--dma-gb means nothing to copies by gpu"),
+        (["qwen3", "--prefetch-by", "gpu", "--slack", "0"], 2, "--slack means nothing"),
+        (["qwen3", "--in-flight", "0"], 2, "--in-flight"),
         (["qwen3", "--forecast", "x"], 2, "--forecast"),
         (["qwen3", "-o", "xml"], 2, "-o"),
         (["qwen3", "--recall", "0.5,0.4"], 2, "2 numbers"),

@@ -4,6 +4,7 @@ that stays whole whatever is prefetched."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.replay.flight import Flight, Prefetching
 from seqmoe_cli.replay.forecasts import Blurred, Decayed, Persistence, Popularity
-from seqmoe_cli.replay.link import Link, LinkClock
+from seqmoe_cli.replay.link import PREFETCH_BY, Copy, Link, LinkClock, clock_of
 from seqmoe_cli.replay.policies import Routing, belady, lru
 from seqmoe_cli.replay.prefetch import Candidates, FullPrefetch, LookAhead, OraclePrefetch
 from seqmoe_cli.replay.replay import replay
@@ -23,7 +24,11 @@ from seqmoe_cli.residency.policies import ONE, Blend, ForecastEviction
 from tests.replay.test_replay import random_trace
 
 FAST = Link(fetch_bytes_per_s=1e15, dma_bytes_per_s=1e15, launch_s=0.0, delay_s=0.0)
-SLOW = Link(delay_s=0.0, layer_s=1e-6)  # a copy takes as long as 90 layers
+SLOW = {
+    "gpu": Link(delay_s=1.1e-3, layer_s=1e-4),  # a copy begins when 11 layers have passed
+    "thread": Link(prefetch_by="thread", delay_s=0.0, layer_s=1e-6),  # and takes as long as 90
+}
+by_both = pytest.mark.parametrize("by", PREFETCH_BY)
 
 
 def routing() -> Routing:
@@ -106,26 +111,30 @@ def test_counts_forecast_what_they_have_seen() -> None:
     assert not Persistence(real)(0).any() and not Popularity(real)(0).any()
 
 
-def test_who_knows_the_future_misses_nothing_but_the_first_event() -> None:
+@by_both
+def test_who_knows_the_future_misses_nothing_but_the_first_event(by: str) -> None:
     real = Routing(random_trace(1, 40, 6, 20, 3))
     rules = Prefetching(OraclePrefetch(real), in_flight=64, budget=10_000)
-    done = replay(real, 60, belady, FAST, rules)
+    done = replay(real, 60, belady, replace(FAST, prefetch_by=by), rules)
     assert done.loads.sum() == done.loads[0, 0] == 3
     assert done.used.sum() == done.copies.sum() > 0
     assert done.hit_rate(slice(1, None)) == 1
 
 
-def test_nothing_is_asked_for_that_cannot_be_in_time() -> None:
+@by_both
+def test_nothing_is_asked_for_that_cannot_be_in_time(by: str) -> None:
     real = Routing(random_trace(1, 40, 6, 20, 3))
-    done = replay(real, 60, lru, SLOW, Prefetching(OraclePrefetch(real)))
+    done = replay(real, 60, lru, SLOW[by], Prefetching(OraclePrefetch(real)))
     assert done.copies.sum() == 0
     assert done.loads.tolist() == replay(real, 60, lru).loads.tolist()
 
 
-def test_copies_are_asked_for_behind_one_of_several_layers() -> None:
+@by_both
+def test_copies_are_asked_for_behind_one_of_several_layers(by: str) -> None:
     real = Routing(random_trace(1, 40, 6, 20, 3))
+    link = replace(FAST, prefetch_by=by)
     often, seldom = (
-        replay(real, 60, belady, FAST, Prefetching(OraclePrefetch(real), every=every))
+        replay(real, 60, belady, link, Prefetching(OraclePrefetch(real), in_flight=2, every=every))
         for every in (1, 3)
     )
     assert 0 < seldom.copies.max() <= 2 * 2 < often.copies.max()  # two layers of six, two each
@@ -134,28 +143,79 @@ def test_copies_are_asked_for_behind_one_of_several_layers() -> None:
 def test_a_late_copy_is_a_miss() -> None:
     """Half a fetch of lateness is allowed: such copies are waited for, and shorten the stall."""
     real = routing()
+    link = Link(layer_s=15e-6, prefetch_by="thread", delay_s=0.0)
+    rules = Prefetching(LookAhead(real, [(1.0, 1.0)] * 6), in_flight=2)
     strict, loose = (
-        replay(
-            real, 1536, lru, Link(layer_s=15e-6, delay_s=0.0),
-            Prefetching(LookAhead(real, [(1.0, 1.0)] * 6), slack=slack),
-        )
-        for slack in (0.0, 0.9)
-    )  # fmt: skip
-    on_demand = replay(real, 1536, lru)
+        replay(real, 1536, lru, replace(link, slack=slack), rules) for slack in (0.0, 0.9)
+    )
+    on_demand = replay(real, 1536, lru, link)
     assert loose.late.sum() > 0
     assert loose.stall_s.sum() < strict.stall_s.sum() <= on_demand.stall_s.sum()
     hits = loose.loads.size * loose.top_k - loose.loads.sum() - loose.late.sum()
     assert loose.hit_rate(slice(None)) == pytest.approx(hits / (loose.loads.size * loose.top_k))
 
 
+def test_a_copy_in_part_is_worth_having() -> None:
+    """Two layers of two experts, one each, the second always missing: the first layer takes 4 s, of
+    which 1 is the delay, a record 10. By hand: 2 s of launch, and 7 that are left to copy."""
+    trace = random_trace(0, 3, 2, 2, 1)
+    trace = replace(trace, experts=np.array([[[0], [0]], [[0], [1]], [[0], [0]]], np.uint8))
+    real = Routing(trace)
+    link = Link(100, layer_s=4.0, fetch_bytes_per_s=10.0, launch_s=2.0, delay_s=1.0)
+    done = replay(real, 3, lru, link, Prefetching(LookAhead(real, [(1.0, 1.0)])))
+    assert done.loads.tolist() == [[1, 0], [0, 0], [0, 0]]
+    assert done.late.tolist() == [[0, 1], [0, 1], [0, 0]]
+    assert done.stall_s.tolist() == pytest.approx([12 + 2 + 7, 2 + 7, 0])
+    assert done.copies.tolist() == [1, 1, 0] and not done.unmoved.any()
+
+
+class WrongPrefetch:
+    """Names expert 1 of two for the next event, which wants the other one."""
+
+    def missed(self, event: int, num: int) -> None:
+        pass
+
+    def candidates(self, event: int, absent: NDArray[np.bool_]) -> Candidates:
+        named = np.array([1])[absent[[1]]]
+        return Candidates(named, np.full(len(named), ONE), np.full(len(named), event + 1))
+
+
+def test_a_copy_that_nobody_wanted_counts_as_far_as_it_came() -> None:
+    trace = replace(random_trace(0, 4, 1, 2, 1), experts=np.zeros((4, 1, 1), np.uint8))
+    link = Link(100, layer_s=4.0, fetch_bytes_per_s=10.0, launch_s=2.0, delay_s=1.0)
+    done = replay(trace, 3, lru, link, Prefetching(WrongPrefetch()))
+    assert done.stall_s.tolist() == [12, 0, 0, 0]
+    assert done.copies.tolist() == [1, 1, 1, 1] and not done.used.any()
+    assert done.unmoved.tolist() == pytest.approx([0.7, 0.7, 0.7, 0])  # the last one: under way
+    assert done.loads_per_token(slice(0, 3)) == pytest.approx((1 + 3 * 0.3) / 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(PREFETCH_BY), st.integers(0, 999), st.integers(1, 4),
+    st.sampled_from([1e-6, 3e-5, 1e-3]),
+)  # fmt: skip
+def test_true_names_without_delay_are_never_slower(
+    by: str, seed: int, in_flight: int, layer_s: float
+) -> None:
+    """In a pool for all experts: nothing is evicted for a copy."""
+    real = Routing(random_trace(seed, 12, 4, 6, 3))
+    link = Link(layer_s=layer_s, launch_s=0.0, prefetch_by=by, delay_s=0.0)
+    rules = Prefetching(OraclePrefetch(real), in_flight=in_flight)
+    done, without = (replay(real, 24, lru, link, r) for r in (rules, None))
+    assert done.stall_s.sum() <= without.stall_s.sum() + 1e-12
+    assert done.loads.sum() + done.copies.sum() == without.loads.sum()  # nothing comes twice
+
+
+@by_both
 @pytest.mark.parametrize("source", ["lookahead", "full"])
-def test_prefetch_turns_misses_into_hits(source: str) -> None:
+def test_prefetch_turns_misses_into_hits(source: str, by: str) -> None:
     real = routing()
     blend = Blend(real.num_experts, Blurred(real, [0.7] * 4, [0.5] * 4))
     look_ahead = LookAhead(real, [(0.75, 0.68), (0.67, 0.55), (0.61, 0.46), (0.57, 0.4)])
     full = FullPrefetch(real, look_ahead, blend, 0.25)
-    rules = Prefetching(look_ahead if source == "lookahead" else full)
-    link = Link(delay_s=30e-6)
+    rules = Prefetching(look_ahead if source == "lookahead" else full, in_flight=2)
+    link = Link(prefetch_by=by, delay_s=30e-6)
     done = replay(
         real, 2764, lambda *_: ForecastEviction(real.num_layers, blend), link, rules, blend
     )
@@ -184,14 +244,16 @@ class AnyPrefetch:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.integers(0, 999), st.integers(3, 24), st.sampled_from([1e-6, 3e-5, 1e-3]),
-    st.sampled_from([0.0, 9e-5]),
+    st.sampled_from(PREFETCH_BY), st.integers(0, 999), st.integers(3, 24),
+    st.sampled_from([1e-6, 3e-5, 1e-3]), st.sampled_from([0.0, 9e-5]),
 )  # fmt: skip
-def test_the_table_stays_whole(seed: int, num_slots: int, layer_s: float, delay_s: float) -> None:
+def test_the_table_stays_whole(
+    by: str, seed: int, num_slots: int, layer_s: float, delay_s: float
+) -> None:
     real = Routing(random_trace(seed, 12, 4, 6, 3))
     policy, table = lru(real, num_slots), SlotTable(num_slots, real.num_experts)
-    clock = LinkClock(Link(layer_s=layer_s, delay_s=delay_s))
-    rules = Prefetching(AnyPrefetch(seed), in_flight=3, least=0.0, slack=0.9)
+    clock = clock_of(Link(layer_s=layer_s, prefetch_by=by, delay_s=delay_s, slack=0.9))
+    rules = Prefetching(AnyPrefetch(seed), in_flight=3, least=0.0)
     flight = Flight(table, clock, policy, rules, 3)
     flight.start_token(0)
     for event, wanted in enumerate(real.events):
@@ -199,16 +261,27 @@ def test_the_table_stays_whole(seed: int, num_slots: int, layer_s: float, delay_
         waiting = flight.late(wanted)
         kept = flight.barred()
         owners = table.owner[kept].tolist()
-        _, loads = table.require(np.setdiff1d(wanted, waiting), policy, kept)
+        late = np.array([copy.expert for copy in waiting], np.int64)
+        _, loads = table.require(np.setdiff1d(wanted, late), policy, kept)
         assert table.owner[kept].tolist() == owners  # nothing under way was given away
         clock.fetch(len(loads))
-        flight.wait(waiting)
+        clock.wait(waiting)
+        flight.land()
         assert_whole(table, wanted.tolist(), clock)
-        flight.passed(event, wanted, waiting, loads)
+        flight.passed(event, wanted, np.concatenate((late, loads)))
+        assert_empty(table, flight.cut(event))
+        assert_whole(table, wanted.tolist(), clock)
         policy.use(0, wanted)
         flight.request(event, wanted)
         assert_whole(table, wanted.tolist(), clock)
         clock.run(clock.now + layer_s)
+
+
+def assert_empty(table: SlotTable, ended: Sequence[Copy]) -> None:
+    """What was cut short has left its slot, and can be asked for again."""
+    for copy in ended:
+        assert 0 < copy.left <= 1
+        assert (table.owner[copy.slot], table.slot_of[copy.expert]) == (-1, -1)
 
 
 def assert_whole(table: SlotTable, wanted: Sequence[int], clock: LinkClock) -> None:

@@ -1,0 +1,172 @@
+"""The options of `seqmoe simulate`, and how those that are lists are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from seqmoe_cli.commands.bench import FORMAT_NAMES
+from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
+from seqmoe_cli.errors import UsageError
+from seqmoe_cli.settings import PoolSize, check_range
+
+_LISTED = "several with commas."
+
+
+def _number(name: str, metavar: str, low: float, high: float, help: str) -> Any:
+    def checked(value: float | None) -> float | None:
+        if value is not None:
+            check_range(name, value, low, high)
+        return value
+
+    return typer.Option(name, metavar=metavar, help=help, callback=checked)
+
+
+TracesOption = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE",
+        help="Files of seqmoe trace, routing tables in CSV, delta-coded .npy; or qwen3.",
+        show_default=False,
+    ),
+]
+PoolsOption = Annotated[
+    str,
+    typer.Option(
+        "--pool", metavar="LIST", help=f"Pool sizes: all, 45%, 2GiB or 64slots; {_LISTED}"
+    ),
+]
+PoliciesOption = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="LIST",
+        help="lru, decayed, s3fifo, forecast; window and belady, which know the future.",
+    ),
+]
+PrefetchesOption = Annotated[
+    str, typer.Option("--prefetch", metavar="LIST", help="off, lookahead, full or oracle.")
+]
+PrefetchByOption = Annotated[
+    str,
+    typer.Option(
+        "--prefetch-by",
+        metavar="gpu|thread",
+        help="Who copies: a kernel that fetches hold up, or a thread, by DMA beside them.",
+    ),
+]
+ForecastOption = Annotated[
+    str,
+    typer.Option(
+        "--forecast",
+        metavar="NAME",
+        help="none, persistence, popularity, decayed, blurred (the truth, blurred) or predictor.",
+    ),
+]
+PredictorOption = Annotated[
+    str | None,
+    flag("--predictor", metavar="MODEL|FILE", help="The one of seqmoe train that predictor means."),
+]
+RecallOption = Annotated[
+    str, typer.Option("--recall", metavar="LIST", help="Of blurred, in steps 1, 2, 3-4, 5-8.")
+]
+PrecisionOption = Annotated[
+    str | None,
+    flag("--precision", metavar="LIST", help="The same; recall * K / (K + 3) if not given."),
+]
+RareOption = Annotated[
+    float, _number("--rare", "X", 0.01, 1, "Share of both for experts unused in 64 tokens.")
+]
+LookAheadOption = Annotated[
+    str,
+    typer.Option(
+        "--look-ahead",
+        metavar="LIST",
+        help="Recall of misses/precision of copies, for 1, 2, ... layers ahead.",
+    ),
+]
+WindowOption = Annotated[int, _number("--window", "N", 1, MAX_TOKENS, "Tokens that window sees.")]
+HalfLifeOption = Annotated[
+    float, _number("--half-life", "N", 0.1, 1e4, "Tokens until a use counts half.")
+]
+DiscountOption = Annotated[
+    float, _number("--discount", "N", 0.1, 1e4, "The same for expected uses.")
+]
+SkipOption = Annotated[int, _number("--skip", "N", 0, MAX_TOKENS, "First tokens, not counted.")]
+TokensOption = Annotated[
+    int | None, flag("--tokens", metavar="N", help="Replay the first N tokens only.")
+]
+PromptsOption = Annotated[bool, flag("--prompts", help="Replay tokens of prompts too, one by one.")]
+RecordOption = Annotated[int, _number("--record-bytes", "N", 1, 2**40, "Bytes of an expert.")]
+StepOption = Annotated[
+    float, _number("--step-ms", "MS", 1e-3, 1e6, "Time of a token that misses nothing.")
+]
+FetchOption = Annotated[float, _number("--fetch-gb", "GB", 1e-3, 1e6, "GB/s of a fetch.")]
+DmaOption = Annotated[
+    float | None, _number("--dma-gb", "GB", 1e-3, 1e6, "GB/s of a prefetch by thread; 52.")
+]
+LaunchOption = Annotated[float, _number("--launch-us", "US", 0, 1e6, "Until a fetch moves bytes.")]
+DelayOption = Annotated[
+    float | None,
+    _number("--delay-us", "US", 0, 1e6, "From a request to its copy; 3 by gpu, 40 by thread."),
+]
+LeastOption = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable.")]
+BudgetOption = Annotated[
+    int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")
+]
+InFlightOption = Annotated[
+    int | None,
+    _number("--in-flight", "N", 1, 64, "Most prefetches under way; 1 by gpu, 2 by thread."),
+]
+EveryOption = Annotated[int, _number("--every", "N", 1, 1024, "Ask behind one of N layers.")]
+SlackOption = Annotated[
+    float | None, _number("--slack", "X", 0, 1, "Lateness allowed by thread, in fetches; 0.")
+]
+SeedOption = Annotated[int, _number("--seed", "N", 0, 2**32, "Of everything blurred.")]
+OutputOption = Annotated[
+    str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
+]
+
+
+def read_pool(word: str) -> PoolSize:
+    size = PoolSize.parse(word)
+    if size.kind == "auto":
+        raise UsageError("--pool auto: there is no device to look at", "give a share, as in 45%")
+    return size
+
+
+def read_words(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in words:
+        check_choice(name, word, allowed)
+    return words
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise UsageError(f"{name} {text!r} is no share", "use numbers above 0, 1 at the most")
+    return value
+
+
+def read_shares(name: str, text: str) -> tuple[float, ...]:
+    """One number for all four windows of a forecast, or one for each."""
+    shares = tuple(_share(name, word) for word in text.split(","))
+    if len(shares) not in (1, 4):
+        raise UsageError(f"{name} {text!r} has {len(shares)} numbers", "give one or four")
+    return shares * (4 // len(shares))
+
+
+def read_accuracy(text: str) -> tuple[tuple[float, float], ...]:
+    """Recall and precision by layers ahead."""
+    pairs = []
+    for word in text.split(","):
+        recall, slash, precision = word.partition("/")
+        if not slash:
+            raise UsageError(f"--look-ahead {word!r} has no /", "write recall/precision: 0.75/0.68")
+        pairs.append((_share("--look-ahead", recall), _share("--look-ahead", precision)))
+    return tuple(pairs)
