@@ -25,9 +25,7 @@ from seqmoe_cli.bench.recorded import RecordedRouting
 from seqmoe_cli.bench.session import Session
 from seqmoe_cli.bench.source import Loaded, packed_source, random_source
 from seqmoe_cli.bench.text import shipped_text
-from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize
-from seqmoe_kernels.formats import IN_FLIGHT
 from seqmoe_weights.packed import PackedModel
 
 SHAPE, TRACE = "qwen3-30b-a3b-fp8", "qwen3"
@@ -43,12 +41,12 @@ TRUE_NAMES = ((1.0, 1.0),) * 4
 NUM_GEN = 256  # tokens that a packed model generates
 REPETITIONS, LONG = 2, 256  # a trace of more tokens than that is replayed once
 KEPT = (
-    *("trace", "pool", "policy", "prefetch", "predictor", "look_ahead", "state", "test", "avg_ts"),
-    *("stddev_ts", "ms_per_token", "compute_ms", "stall_ms", "gap_ms", "hit_rate"),
-    *("misses_per_token", "prefetches_per_token", "prefetch_hits_per_token"),
+    *("trace", "pool", "policy", "prefetch", "prefetch_by", "predictor", "look_ahead", "state"),
+    *("test", "avg_ts", "stddev_ts", "ms_per_token", "compute_ms", "stall_ms", "gap_ms"),
+    *("hit_rate", "misses_per_token", "prefetches_per_token", "prefetch_hits_per_token"),
     *("prefetches_late_per_token", "prefetches_dropped_per_token", "prefetch_saved"),
-    *("prefetch_pays", "look_ahead_recall", "look_ahead_precision", "kernels_per_token"),
-    *("n_untimed", "fallbacks"),
+    *("prefetch_pays", "eviction_saved_misses", "look_ahead_recall", "look_ahead_precision"),
+    *("kernels_per_token", "n_untimed", "fallbacks"),
 )
 
 
@@ -85,7 +83,6 @@ class Part:
     name: str
     session: Session
     variant: str = ""  # what is not as the program has it
-    prepare: Callable[[Engine], None] | None = None
 
 
 def bench(
@@ -131,14 +128,16 @@ class Planned:
         name, timed = f"{given.trace}, {given.predictor}", given.timed
         levels = self._options(pool, (*PLAIN, *FORECAST), given.predictor)
         yield from self._of_trace(name, routing, timed, pool, levels)
-        session = self._session(routing, timed, self._options(pool, FULL, given.predictor))
-        yield Part(name, session, "one copy at a time", _one_at_a_time)
+        by_thread = self._options(pool, FULL, given.predictor, "thread")
+        yield Part(name, self._session(routing, timed, by_thread), "by a thread")
 
     def _simulated(self, pool: str) -> Iterator[Part]:
         routing = RecordedRouting.open(TRACE)
         name, timed = f"{TRACE}, simulated", len(routing.trace) // 2
         levels = self._options(pool, (*PLAIN, *AHEAD, *ON_COUNTS))
         yield from self._of_trace(name, routing, timed, pool, levels)
+        by_thread = self._options(pool, ON_COUNTS, prefetch_by="thread")
+        yield Part(name, self._session(routing, timed, by_thread), "by a thread")
         true = replace(routing, accuracy=TRUE_NAMES)
         session = self._session(true, timed, self._options(pool, AHEAD))
         yield Part(name, session, "true names")
@@ -163,10 +162,18 @@ class Planned:
         """Compared with at every pool, and run at the first one."""
         return self._options("all", PLAIN[:1]) if pool == self.pools[0] else []
 
-    def _options(self, pool: str, levels: Levels, predictor: Path | None = None) -> Options:
-        size = PoolSize.parse(pool)
+    def _options(
+        self, pool: str, levels: Levels, predictor: Path | None = None, prefetch_by: str = "auto"
+    ) -> Options:
         return [
-            EngineOptions(size, self.device, policy=policy, prefetch=kind, predictor=predictor)
+            EngineOptions(
+                PoolSize.parse(pool),
+                self.device,
+                policy=policy,
+                prefetch=kind,
+                prefetch_by=prefetch_by,
+                predictor=predictor,
+            )
             for policy, kind in levels
         ]
 
@@ -177,11 +184,6 @@ class Planned:
         repetitions = REPETITIONS if len(routing.trace) <= LONG else 1
         source = random_source(self.shape)
         return Session.prepare(source, cases, options, repetitions, warmup, routing)
-
-
-def _one_at_a_time(engine: Engine) -> None:
-    assert engine.prefetch is not None
-    engine.prefetch.flights.rules[IN_FLIGHT : IN_FLIGHT + 1].fill_(1)
 
 
 def _rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
@@ -195,7 +197,7 @@ def _rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
             if source.name not in loaded:
                 context = source.loaded(session.setups[0].plan)
                 loaded[source.name] = stack.enter_context(context)
-            for row in session.rows(loaded[source.name], lambda text: None, part.prepare):
+            for row in session.rows(loaded[source.name], lambda text: None):
                 moved = (row.bytes_fetched + row.bytes_prefetched) / row.n_gen
                 if row.setting.pool == "all":
                     full_ts[part.name] = row.avg_ts  # the warm row is the last one

@@ -7,25 +7,34 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.checks import check, check_kernel_device
+from seqmoe_kernels.formats import PoolState
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.prospects import (
-    BLOCK,
     SPAN,
     Prospects,
     check_prospects,
     width_of,
 )
+from seqmoe_kernels.shadow import BLOCK, Shadow, check_shadow, size_up, size_up_reference
 from seqmoe_kernels.windows import NUM_WINDOWS
 
 _W, _SPAN = tl.constexpr(NUM_WINDOWS), tl.constexpr(SPAN)
 
 
-def judge_forecasts_reference(used: torch.Tensor, top_k: int, prospects: Prospects) -> None:
+def judge_forecasts_reference(
+    used: torch.Tensor,
+    top_k: int,
+    pool: PoolState,
+    prospects: Prospects,
+    shadow: Shadow | None = None,
+) -> None:
     steps = int(prospects.steps[1])
     known = used[used < len(prospects.recent)].long()
     prospects.recent.bitwise_left_shift_(1).bitwise_and_((1 << SPAN) - 1)
     prospects.recent[known] += 1
     prospects.steps[0] = steps
+    if shadow is not None:
+        size_up_reference(prospects.recent & 1, steps == 0, pool, shadow)
     for w in range(NUM_WINDOWS):
         if steps >= 1 << w:
             _judge_reference(w, (steps - (1 << w)) % SPAN, prospects)
@@ -48,7 +57,9 @@ def _judge_reference(window: int, place: int, prospects: Prospects) -> None:
 @triton.jit
 def _judge_kernel(
     used,
+    pool,
     prospects,
+    shadow,
     num_experts,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -73,6 +84,8 @@ def _judge_kernel(
     recent = ((tl.load(prospects.recent + expert, mask=inside, other=0) << 1) | hit) & 255
     tl.debug_barrier()  # several threads may have the same expert: all read before one writes
     tl.store(prospects.recent + expert, recent, mask=inside)
+    if shadow is not None:
+        size_up(expert, inside, hit, steps == 0, pool, shadow)
     for w in tl.static_range(_W):
         width = (1 << w) - (1 << w >> 1)
         place = (steps + _SPAN - (1 << w)) % _SPAN
@@ -90,14 +103,24 @@ def _judge_kernel(
         tl.store(part + 1, tl.sum(better * better, 0))
 
 
-def judge_forecasts_triton(used: torch.Tensor, top_k: int, prospects: Prospects) -> None:
+def judge_forecasts_triton(
+    used: torch.Tensor,
+    top_k: int,
+    pool: PoolState,
+    prospects: Prospects,
+    shadow: Shadow | None = None,
+) -> None:
     check_kernel_device(used)
     num_experts, num_layers = len(prospects.recent), len(used) // top_k
     check("used", used, torch.int32, (num_layers * top_k,), used.device)
     check_prospects(prospects, num_experts, used.device)
+    if shadow is not None:
+        check_shadow(shadow, num_experts, used.device)
     _judge_kernel[(len(prospects.parts),)](
         used,
+        pool,
         prospects,
+        shadow,
         num_experts,
         num_experts // num_layers,
         top_k,
@@ -109,8 +132,14 @@ def judge_forecasts_triton(used: torch.Tensor, top_k: int, prospects: Prospects)
     )
 
 
-def judge_forecasts(used: torch.Tensor, top_k: int, prospects: Prospects) -> None:
+def judge_forecasts(
+    used: torch.Tensor,
+    top_k: int,
+    pool: PoolState,
+    prospects: Prospects,
+    shadow: Shadow | None = None,
+) -> None:
     """A step begins: compare past forecasts with what the last step `used`, int32 [L * K], flat ids
-    layer by layer, N or more for none."""
+    layer by layer, N or more for none. A `shadow` follows it; `update_prospects` does the rest."""
     run = judge_forecasts_triton if used.is_cuda else judge_forecasts_reference
-    run(used, top_k, prospects)
+    run(used, top_k, pool, prospects, shadow)

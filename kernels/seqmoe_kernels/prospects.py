@@ -15,13 +15,13 @@ import triton.language as tl
 from seqmoe_kernels.checks import check, check_kernel_device
 from seqmoe_kernels.formats import RULE_NOW, PoolState
 from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.shadow import BLOCK, Shadow, check_shadow, go_on, go_on_reference
 from seqmoe_kernels.windows import NUM_WINDOWS
 
 SPAN = 8  # steps that the windows reach; window w ends 2^w steps ahead
 ONE = 1 << 24  # expected uses and rates are in units of 1/ONE
 GAP_SHIFT = 8  # of the gaps that PoolState.log_sums is made for
 TAIL, PER_STEP = NUM_WINDOWS, NUM_WINDOWS + 1  # places in Prospects.weights
-BLOCK = 128  # experts of a program
 
 _W, _SPAN, _TAIL, _PER_STEP = map(tl.constexpr, (NUM_WINDOWS, SPAN, TAIL, PER_STEP))
 _RULE_NOW, _GAP_SHIFT = tl.constexpr(RULE_NOW), tl.constexpr(GAP_SHIFT)
@@ -89,9 +89,11 @@ def width_of(window: int) -> int:
 
 
 def update_prospects_reference(
-    expected: torch.Tensor, pool: PoolState, prospects: Prospects
+    expected: torch.Tensor, pool: PoolState, prospects: Prospects, shadow: Shadow | None = None
 ) -> None:
     steps = int(prospects.steps[0])
+    if shadow is not None:
+        go_on_reference(prospects.recent & 1, steps == 0, pool, shadow)
     rate = rate_reference(pool.usage, pool, prospects)
     worth, gain = prospects.weights[TAIL] * rate, int(prospects.weights[TAIL])
     forecast = torch.round(expected * ONE).int()
@@ -146,7 +148,9 @@ def _mix_kernel(
     expected,
     pool,
     prospects,
+    shadow,
     num_experts,
+    num_slots,
     num_parts,
     num_gaps,
     BLOCK_P: tl.constexpr,
@@ -161,6 +165,12 @@ def _mix_kernel(
     steps, p = tl.load(prospects.steps), tl.arange(0, BLOCK_P)
     place = steps % _SPAN
     score = tl.load(pool.usage + expert, mask=inside, other=0)
+    if shadow is not None:
+        hit = tl.load(prospects.recent + expert, mask=inside, other=0) & 1
+        go_on(
+            expert, inside, hit, steps == 0, score, pool, shadow, num_experts, num_slots,
+            num_parts, BLOCK_P,
+        )  # fmt: skip
     rate = rate_of(score, pool, prospects, inside)
     tl.store(prospects.rates + place * num_experts + expert, rate.to(tl.int32), mask=inside)
     gain = tl.load(prospects.weights + _TAIL)
@@ -208,17 +218,23 @@ def _mix_kernel(
         tl.store(prospects.steps + 1, steps + 1)
 
 
-def update_prospects_triton(expected: torch.Tensor, pool: PoolState, prospects: Prospects) -> None:
+def update_prospects_triton(
+    expected: torch.Tensor, pool: PoolState, prospects: Prospects, shadow: Shadow | None = None
+) -> None:
     check_kernel_device(expected)
     num_experts = len(pool.slot_of)
     check("expected", expected, torch.float32, (NUM_WINDOWS, num_experts), expected.device)
     check_prospects(prospects, num_experts, expected.device)
     check("slot_coming", prospects.slot_coming, torch.int64, pool.owner.shape, expected.device)
+    if shadow is not None:
+        check_shadow(shadow, num_experts, expected.device)
     _mix_kernel[(len(prospects.parts),)](
         expected,
         pool,
         prospects,
+        shadow,
         num_experts,
+        len(pool.owner),
         len(prospects.parts),
         len(pool.log_sums),
         triton.next_power_of_2(len(prospects.parts)),
@@ -254,9 +270,11 @@ def check_prospects(prospects: Prospects, num_experts: int, device: torch.device
         check(name, tensor, torch.float32 if name == "likely" else dtype, sizes[name], device)
 
 
-def update_prospects(expected: torch.Tensor, pool: PoolState, prospects: Prospects) -> None:
+def update_prospects(
+    expected: torch.Tensor, pool: PoolState, prospects: Prospects, shadow: Shadow | None = None
+) -> None:
     """Once past forecasts are judged: mix the new one, `expected` f32 [W, N] uses, with the rates
     that `pool.usage` lets expect, decayed counts that RULE_NOW has been set on for. From now on the
-    victims of this step can be chosen."""
+    victims of this step can be chosen. A `shadow` goes on by a step, see `judge_forecasts`."""
     run = update_prospects_triton if expected.is_cuda else update_prospects_reference
-    run(expected, pool, prospects)
+    run(expected, pool, prospects, shadow)

@@ -48,7 +48,7 @@ from seqmoe_kernels.lookahead import (
 from seqmoe_kernels.lookup import check_pool
 from seqmoe_kernels.prospects import Prospects, check_prospects
 from seqmoe_kernels.publish import LOW_BITS, NUMBER_BITS
-from seqmoe_kernels.victims import NEVER, victim_scores, victim_scores_reference
+from seqmoe_kernels.victims import NEVER, poorest, victim_scores, victim_scores_reference
 
 SLOT_BITS = 15
 _NOBODY = 1 << 20  # a rank behind all others
@@ -222,6 +222,13 @@ def request_prefetches(
     owner = tl.load(pool.owner + slot, mask=slot >= 0, other=-2)
     state = tl.load(pool.state + slot, mask=slot >= 0, other=_EMPTY)
     if in_flight > 0:
+        under_way = state == _FETCHING
+        taken = tl.sum((slot >= 0).to(tl.int64) + (under_way.to(tl.int64) << 8), 0)
+        room = tl.minimum(in_flight - (taken >> 8), per_layer)
+        room = tl.minimum(room, most_kept - (taken & 0xFF))
+        places = tl.arange(0, BLOCK_S)
+        in_question = tl.where(room > 0, num_slots, 0)
+        victims = victim_scores(pool, prospects, (layer + 1) * E, in_question, places)
         seen = tl.minimum(NUM_LAYERS - 1 - layer, DISTANCES)
         name = named_experts(
             logits, ids, step, num_steps, layer, seen, E, NAMES, BLOCK_E, DISTANCES, BLOCK_N,
@@ -236,10 +243,6 @@ def request_prefetches(
         tl.store(
             flights.names + ((layer + 1 + d) * DISTANCES + d) * BLOCK_N + rank, kept, mask=d < seen
         )
-        under_way = state == _FETCHING
-        taken = tl.sum((slot >= 0).to(tl.int64) + (under_way.to(tl.int64) << 8), 0)
-        room = tl.minimum(in_flight - (taken >> 8), per_layer)
-        room = tl.minimum(room, most_kept - (taken & 0xFF))
         asked = tl.broadcast_to(worthy[:, None], (DISTANCES, BLOCK_N))
         asked = tl.reshape(asked, (DISTANCES * BLOCK_N,)) & unknown & (coming == 0)
         job = tl.where(asked, i, _NOBODY_K)
@@ -254,44 +257,30 @@ def request_prefetches(
         if (room > 0) & (tl.min(job, 0) < _NOBODY_K):
             due = tl.max(tl.where(under_way, last_due, 0), 0)
             _start_jobs(
-                job, name, found, d, room, slot, due, used, pool, flights, prospects,
-                (layer + 1) * E, num_slots, BLOCK_S,
+                job, name, found, d, room, slot, due, used, victims, places, pool, flights,
+                prospects,
             )  # fmt: skip
         judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
 
 
 @triton.jit
 def _start_jobs(
-    job, name, found, d, room, flight, last_due, used, pool, flights, prospects, first_to_come,
-    num_slots, BLOCK_S: tl.constexpr,
+    job, name, found, d, room, flight, last_due, used, victims, places, pool, flights, prospects,
 ):  # fmt: skip
     """Start up to `room` of the jobs, numbers below `_NOBODY` in the order of their urgency."""
-    f, slot = tl.arange(0, _NUM_FLIGHTS), tl.arange(0, BLOCK_S)
+    f = tl.arange(0, _NUM_FLIGHTS)
     layer_ns, copy_ns = tl.load(flights.rules + _LAYER_NS), tl.load(flights.rules + _COPY_NS)
     slack_ns, delay_ns = tl.load(flights.rules + _SLACK_NS), tl.load(flights.rules + _DELAY_NS)
     clock, number = tl.load(pool.clock), tl.load(flights.number)
     count = tl.load(pool.counters + _PREFETCHES)
-    # What this layer uses, what the next ones are believed to, and what is promised stays.
-    score_k = tl.load(pool.score + used, mask=used >= 0, other=0)
-    score_n = tl.load(pool.score + found, mask=found >= 0, other=0)
-    score_f = tl.load(pool.score + flight, mask=flight >= 0, other=0)
     now = agreed_now(flights)
     due = tl.maximum(now + delay_ns, last_due)
-    tl.store(pool.score + used, _NEVER, mask=used >= 0)
-    tl.store(pool.score + found, _NEVER, mask=found >= 0)
-    tl.store(pool.score + flight, _NEVER, mask=flight >= 0)
-    tl.debug_barrier()
-    candidates = victim_scores(pool, prospects, first_to_come, num_slots, slot)
-    tl.debug_barrier()
-    tl.store(pool.score + used, score_k, mask=used >= 0)
-    tl.store(pool.score + found, score_n, mask=found >= 0)
-    tl.store(pool.score + flight, score_f, mask=flight >= 0)
     for _ in range(room):
         due += copy_ns
         able = tl.where(due - now - slack_ns <= (d + 1) * layer_ns, job, _NOBODY_K)
-        best, least = tl.min(able, 0), tl.min(candidates, 0)
-        if (best < _NOBODY_K) & (least != _NEVER):
-            victim = tl.min(tl.where(candidates == least, slot, BLOCK_S), 0)
+        best = tl.min(able, 0)
+        victims, victim = poorest(victims, places, used, found, flight)
+        if (best < _NOBODY_K) & (victim >= 0):
             free = tl.min(tl.where(flight < 0, f, _NUM_FLIGHTS), 0)
             both = (d.to(tl.int64) << 32) + name
             both = tl.sum(tl.where(able == best, both, 0), 0)
@@ -300,7 +289,6 @@ def _start_jobs(
             number, count = number + 1, count + 1
             job = tl.where(job == best, _NOBODY_K, job)
             flight = tl.where(f == free, victim, flight)
-            candidates = tl.where(slot == victim, _NEVER, candidates)
     tl.debug_barrier()
     tl.atomic_xchg(flights.number, number, sem="release")  # whoever reads it sees the requests
     tl.store(pool.counters + _PREFETCHES, count)

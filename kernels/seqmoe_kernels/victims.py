@@ -39,3 +39,20 @@ def victim_scores(pool, prospects, first_to_come, num_slots, slot):
         worth = tl.where(owner < first_to_come, passed, coming)
         score = tl.where(score == _NEVER, _NEVER, worth)
     return tl.where(state == _EMPTY, -1, tl.where(state == _FETCHING, _NEVER, score))
+
+
+@triton.jit
+def poorest(victims, places, used, found, flight):
+    """The scores of those left, and the slot of the lowest one, -1 if there is none: not one that
+    this layer uses, that the next ones are believed to, or that is promised."""
+    victim, is_barred = -1, 1
+    while is_barred > 0:
+        least = tl.min(victims, 0)
+        victim = tl.min(tl.where(victims == least, places, places.shape[0]), 0)
+        is_barred = tl.max((used == victim).to(tl.int32), 0)
+        is_barred += tl.max((found == victim).to(tl.int32), 0)
+        is_barred += tl.max((flight == victim).to(tl.int32), 0)
+        victims = tl.where(places == victim, _NEVER, victims)
+        if least == _NEVER:
+            victim, is_barred = -1, 0
+    return victims, victim

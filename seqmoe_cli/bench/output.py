@@ -73,6 +73,7 @@ TIME_COLUMNS = (
     Column("late", lambda row: _number(row.breakdown.prefetches_late_per_token)),
     Column("dropped", lambda row: _number(row.breakdown.prefetches_dropped_per_token)),
     Column("saved %", lambda row: _number(row.breakdown.prefetch_saved, 1, 100)),
+    Column("forecast saves", lambda row: _number(row.breakdown.eviction_saved_misses)),
     Column("kernels/tok", lambda row: _number(row.breakdown.kernels_per_token, 0)),
 )
 

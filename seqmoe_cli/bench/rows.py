@@ -41,11 +41,12 @@ class Setting:
     their number; `n_expert_used` of `n_expert` experts of a layer serve a token; `trace` names the
     routing that is replayed, empty when the router chooses. `pool` is the flag as typed,
     `pool_bytes` and `num_slots` what it came to, `pool_share` the slots' share of all experts, from
-    0 to 1; `prefetch` is "off", "lookahead" or "full", and `look_ahead` then says who names the
-    experts: "routers", or "simulated" from a trace; `predictor` says where the one that runs along
-    comes from, empty without one; `verify` says that every slot read was verified, which
-    takes time; `fallbacks` holds a sentence for everything that could not be done as asked.
-    `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on a CPU.
+    0 to 1; `prefetch` is "off", "lookahead" or "full", `prefetch_by` then says who copies, "gpu" or
+    "thread", and `look_ahead` who names the experts: "routers", or "simulated" from a trace;
+    `predictor` says where the one that runs along comes from, empty without one; `verify` says that
+    every slot read was verified, which takes time; `fallbacks` holds a sentence for everything that
+    could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on
+    a CPU.
     """
 
     model_filename: str
@@ -66,6 +67,7 @@ class Setting:
     verify: bool
     policy: str
     prefetch: str
+    prefetch_by: str
     look_ahead: str
     predictor: str
     sampling: str
@@ -91,6 +93,8 @@ class Breakdown:
     used. None without prefetch. Timed runs have it on all the time; `prefetch_saved` is the share
     of a step's time that it saves, compared with the row without it, and `prefetch_pays` says
     whether the switch of a chat would leave it on for that. None where there is no such row.
+    `eviction_saved_misses` is what eviction by a forecast saves a token, as counted beside it,
+    compared with one by decayed counts; None without a forecast.
 
     `bytes_read_per_token` of the device's memory, `read_gb_per_s` while it computes,
     `stall_gb_per_s` over the link while it waits. Shares are from 0 to 1, None without a ceiling.
@@ -111,6 +115,7 @@ class Breakdown:
     prefetches_dropped_per_token: float | None = None
     prefetch_saved: float | None = None
     prefetch_pays: bool | None = None
+    eviction_saved_misses: float | None = None
     look_ahead_recall: list[float] | None = None
     look_ahead_precision: list[float] | None = None
 
@@ -235,6 +240,7 @@ def _breakdown(
         stall_gb_per_s=stall,
         share_of_link=_share(stall, setting.link_gb_per_s),
         kernels_per_token=num_kernels,
+        eviction_saved_misses=total.eviction_saved_misses,
         **({} if accuracy is None else _prefetch(setting, total, accuracy, plain_step_s)),
     )
 

@@ -140,6 +140,8 @@ class Session:
     ) -> Iterator[Row]:
         if engine.prefetch is not None:
             engine.prefetch.hold()  # a row shows what prefetch does, not when it is turned off
+        if engine.eviction is not None:
+            engine.eviction.hold()  # and so for a policy
         replayed = None
         if self.routing is not None:
             slots = 0 if engine.prefetch is None else engine.plan.num_slots
@@ -205,6 +207,7 @@ class Session:
             verify=options.verify,
             policy=options.policy,
             prefetch=engine.plan.prefetch,
+            prefetch_by=engine.plan.prefetch_by if engine.prefetch else "",
             predictor=_described(setup),
             look_ahead=self._look_ahead(engine),
             sampling=_sampling_text(self.plan.sampling),

@@ -125,6 +125,7 @@ class Chat:
                 view.width,
                 hidden,
                 self.engine.prefetch.status if self.engine.prefetch else "",
+                self.engine.eviction.status if self.engine.eviction else "",
             )
             if thought and not self.options.hide_thinking:
                 view.write(thought, THOUGHT_STYLE, line)

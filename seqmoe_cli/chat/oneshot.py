@@ -72,6 +72,7 @@ def report(
     """The object that --json prints."""
     stats, plan = answer.stats, engine.plan
     verdict = None if engine.prefetch is None else engine.prefetch.switch.verdict
+    worth = None if engine.eviction is None else engine.eviction.switch.verdict
     result = {
         "model": request.model,
         "text": answer.text,
@@ -89,7 +90,12 @@ def report(
         "fetched_bytes": stats.fetched_bytes,
         "policy": engine.pool.policy,
         "forecast_trust": None if engine.foresight is None else engine.foresight.trust(),
+        "eviction_status": engine.eviction.status if engine.eviction else "off",
+        "eviction_rested_tokens": stats.decode.unforeseen_tokens,
+        "eviction_saved_misses": stats.decode.eviction_saved_misses,
+        "eviction_saved": None if worth is None else worth.saved,
         "prefetch": plan.prefetch,
+        "prefetch_by": plan.prefetch_by if engine.prefetch else None,
         "prefetch_status": engine.prefetch.status if engine.prefetch else "off",
         "prefetch_rested_tokens": stats.decode.rested_tokens,
         "prefetch_saved": None if verdict is None else verdict.saved,

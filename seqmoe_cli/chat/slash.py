@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.sampling import KNOBS, Setting
-from seqmoe_cli.chat.status import rate, size, worth_line
+from seqmoe_cli.chat.status import eviction_line, rate, size, worth_line
 from seqmoe_cli.chat.template import THINK_CHOICES
 from seqmoe_cli.engine.stats import StepStats, TurnStats
 from seqmoe_cli.errors import SeqmoeError, UsageError, either
@@ -135,24 +135,29 @@ def _show(chat: Chat, argument: str) -> None:
         ("predict", _predict_text(chat), chat.options.predict.origin),
         ("context", f"{chat.engine.ctx_size:,} tokens", ""),
         ("pool", f"{plan.num_slots:,} slots, {size(plan.pool_bytes)}", ""),
-        ("policy", chat.engine.pool.policy, ""),
+        ("policy", _policy_text(chat), ""),
         ("prefetch", _prefetch_text(chat), ""),
         ("device", f"{chat.engine.device}, {str(chat.engine.dtype).removeprefix('torch.')}", ""),
     ]
     chat.say("\n".join(f"{n:18}{v:12}{f'  {origin}' if origin else ''}" for n, v, origin in rows))
 
 
+_STATUS = {
+    "on": "",
+    "comparing": ", left out for a while to compare",
+    "resting": ", resting: it did not pay",
+    "stopped": ", stopped",
+}
+
+
+def _policy_text(chat: Chat) -> str:
+    eviction = chat.engine.eviction
+    return chat.engine.pool.policy + _STATUS[eviction.status if eviction else "on"]
+
+
 def _prefetch_text(chat: Chat) -> str:
     prefetch = chat.engine.prefetch
-    if prefetch is None:
-        return "off"
-    words = {
-        "on": "",
-        "comparing": ", left out for a while to compare",
-        "resting": ", resting: it did not pay",
-        "stopped": ", stopped",
-    }
-    return chat.engine.plan.prefetch + words[prefetch.status]
+    return chat.engine.plan.prefetch + _STATUS[prefetch.status] if prefetch else "off"
 
 
 def _stats(chat: Chat, argument: str) -> None:
@@ -169,33 +174,41 @@ def _stats(chat: Chat, argument: str) -> None:
     names = (
         *("", "answer", "prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch"),
         *(("prefetch hits", "prefetched", "prefetch off") if chat.engine.prefetch else ()),
+        *(("misses saved", "forecast off") if chat.engine.eviction else ()),
     )
-    table = list(zip(names, *(row[: len(names)] for row in rows), strict=True))
+    table = [(name, *(row[name] for row in rows)) for name in names]
     lines = [f"{n:14}{a:>14}{b:>14}" for n, a, b in table]
     verdict = chat.engine.prefetch and chat.engine.prefetch.switch.verdict
     if verdict:
         lines.append(worth_line(verdict.saved, verdict.copies_per_use))
+    worth = chat.engine.eviction and chat.engine.eviction.switch.verdict
+    if worth:
+        lines.append(eviction_line(worth.saved_misses, worth.saved_stall_s, worth.saved))
     if chat.engine.foresight is not None:
         shares = "/".join(f"{share:.0%}" for share in chat.engine.foresight.trust())
         lines.append(f"the predictor is trusted {shares} for the steps 1/2/3-4/5-8 ahead")
     chat.say("\n".join(lines))
 
 
-def _figures(name: str, stats: TurnStats) -> tuple[str, ...]:
-    return (
-        name,
-        f"{stats.completion_tokens:,} tok",
-        f"{stats.prompt_tokens:,} tok",
-        f"{stats.tokens_per_second:,.1f}",
-        f"{stats.prefill_tokens_per_second:,.1f}",
-        f"{stats.hit_rate:.1%}",
-        f"{stats.misses_per_token:,.2f}",
-        size(stats.fetched_bytes),
-        rate(stats.fetch_bytes_per_s),
-        f"{stats.prefetch_hits:,}",
-        size(stats.prefetched_bytes),
-        f"{stats.decode.rested_tokens:,} tok",
-    )
+def _figures(name: str, stats: TurnStats) -> dict[str, str]:
+    """By the words in front of them."""
+    saved = stats.decode.eviction_saved_misses
+    return {
+        "": name,
+        "answer": f"{stats.completion_tokens:,} tok",
+        "prompt": f"{stats.prompt_tokens:,} tok",
+        "tok/s": f"{stats.tokens_per_second:,.1f}",
+        "prompt tok/s": f"{stats.prefill_tokens_per_second:,.1f}",
+        "hit": f"{stats.hit_rate:.1%}",
+        "miss/tok": f"{stats.misses_per_token:,.2f}",
+        "fetched": size(stats.fetched_bytes),
+        "fetch": rate(stats.fetch_bytes_per_s),
+        "prefetch hits": f"{stats.prefetch_hits:,}",
+        "prefetched": size(stats.prefetched_bytes),
+        "prefetch off": f"{stats.decode.rested_tokens:,} tok",
+        "misses saved": "none compared" if saved is None else f"{saved:,.2f}/tok",
+        "forecast off": f"{stats.decode.unforeseen_tokens:,} tok",
+    }
 
 
 COMMANDS = (

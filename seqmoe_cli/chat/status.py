@@ -16,9 +16,10 @@ def live_line(
     width: int,
     thinking: bool = False,
     prefetch: str = "",
+    eviction: str = "",
 ) -> str:
-    """The line under an answer while it comes; `thinking`: what comes now is not shown; `prefetch`:
-    its status, nothing if there is none."""
+    """The line under an answer while it comes; `thinking`: what comes now is not shown; `prefetch`
+    and `eviction` by a forecast: their status, nothing if there is none."""
     num_ctx = stats.prompt_tokens + stats.completion_tokens
     fields = ["thinking"] if thinking else []
     fields += [
@@ -28,6 +29,7 @@ def live_line(
         f"miss {stats.misses_per_token:,.1f}/tok",
         f"fetch {rate(stats.fetch_bytes_per_s)}",
         *_prefetch(stats, prefetch),
+        *_eviction(stats, eviction),
         f"pool {size(pool_bytes)}",
     ]
     return fit(fields, width)
@@ -38,6 +40,22 @@ def _prefetch(stats: TurnStats, prefetch: str) -> list[str]:
         return [f"prefetch {prefetch}"] if prefetch else []
     tokens = max(stats.decode.num_tokens, 1)
     return [f"prefetch {stats.prefetch_hits / tokens:,.1f}/tok in time"]
+
+
+def _eviction(stats: TurnStats, eviction: str) -> list[str]:
+    saved = stats.decode.eviction_saved_misses
+    if eviction != "on" or saved is None:
+        return [f"forecast {eviction}"] if eviction else []
+    return [f"forecast {saved:+,.1f} hit/tok"]
+
+
+def eviction_line(saved_misses: float, saved_stall_s: float, saved: float) -> str:
+    """What eviction by a forecast was worth when it was last judged, without and with its cost."""
+    kept, word = ("saved" if value >= 0 else "cost" for value in (saved_misses, saved))
+    return (
+        f"the forecast {kept} {abs(saved_misses):,.1f} misses ({1e3 * abs(saved_stall_s):.2f} ms) "
+        f"a step, all in all it {word} {abs(saved):.1%} of it"
+    )
 
 
 def worth_line(saved: float, copies_per_use: float | None) -> str:
@@ -74,6 +92,10 @@ def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
         fields.append(f"prefetch {stats.prefetch_hits:,} in time, {size(stats.prefetched_bytes)}")
     elif stats.decode.rested_tokens:
         fields.append("prefetch rested")
+    if stats.decode.eviction_saved_misses is not None:
+        fields += _eviction(stats, "on")
+    elif stats.decode.unforeseen_tokens:
+        fields.append("forecast rested")
     return fit(fields, width)
 
 

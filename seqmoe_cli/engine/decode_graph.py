@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,9 +56,11 @@ class GraphSteps:
     """Replays the step as one CUDA graph. The first step of all runs eagerly, which compiles its
     kernels; the second is captured. A step of another `kind` has a graph of its own."""
 
-    def __init__(self, step: Callable[[], None], kind: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, step: Callable[[], None], kind: Callable[[], Hashable] = lambda: True
+    ) -> None:
         self._step, self._kind = step, kind
-        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}  # None: has run eagerly
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run eagerly
 
     @property
     def graph(self) -> torch.cuda.CUDAGraph | None:
@@ -108,8 +110,7 @@ class Decoding:
         self._taken_at = 0.0
         self._num_left = 0  # steps that may still be issued
         self._eager_steps = EagerSteps(self.step)
-        # with prefetch at rest, a step is another one
-        graphs = GraphSteps(self.step, lambda: pool.flights is not None)
+        graphs = GraphSteps(self.step, lambda: forward.kind)
         self.issue: Issuer = self._eager_steps if eager else graphs
 
     def begin(self, params: SamplingParams, prompt_ids: Sequence[int], max_steps: int) -> None:

@@ -25,12 +25,14 @@ from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
+from seqmoe_cli.residency.eviction import Eviction
 from seqmoe_cli.residency.experts import PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
 from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels import Expectation, Routing
+from seqmoe_kernels.shadow import Shadow
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
@@ -77,6 +79,7 @@ class Engine:
             experts.prefetch = self.prefetch
             decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
         self.foresight: Foresight | None = None
+        self.eviction: Eviction | None = None  # by a forecast
         use_graph = plan.device.type == "cuda" and not eager
         if plan.foresees and predictor is not None:
             self.foresight = Foresight(predictor, self.pool)
@@ -84,7 +87,9 @@ class Engine:
             if use_graph:
                 self.foresight.issue = GraphSteps(self.foresight.read_one)
             if policy == "forecast":
-                experts.prospects = prospects
+                shadow = Shadow.unknown(self.config.num_routed_experts, plan.device)
+                self.eviction = Eviction(prospects, shadow)
+                experts.eviction = self.foresight.eviction = self.eviction
             if self.prefetch is not None and self.prefetch.courier is not None:
                 courier = self.prefetch.courier._replace(used=self.foresight.used)
                 self.prefetch.courier = courier
@@ -228,11 +233,15 @@ class Engine:
         self, phase: str, num_tokens: int, before: PoolCounters, after: PoolCounters
     ) -> StepStats:
         rests = self.prefetch is not None and not self.prefetch.is_on and phase == "decode"
+        unforeseen = self.eviction is not None and not self.eviction.is_on and phase == "decode"
         spent = after.since(before)
-        return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests)
+        return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests, unforeseen)
 
     def _observe(self, costs: StepStats) -> None:
-        """Let prefetch learn from a decode step; say so once it has died."""
+        """Let eviction and prefetch learn from a decode step; say so once the latter has died."""
+        if self.eviction is not None:
+            prefetches = self.prefetch is not None and self.prefetch.is_on
+            self.eviction.observe(costs.eviction_costs, prefetches)
         if self.prefetch is None:
             return
         self.prefetch.observe(costs.prefetch_costs(self.plan.record_bytes))

@@ -14,6 +14,7 @@ from seqmoe_cli.errors import PackedModelError, SeqmoeError, UsageError
 from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.forecast.predictor_step import PredictorStep
 from seqmoe_cli.forecast.stored import StoredPredictor, open_predictor
+from seqmoe_cli.residency.eviction import Eviction
 from seqmoe_cli.residency.pool import ExpertPool, make_prospects
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions
@@ -36,6 +37,7 @@ class Foresight:
         device, shape = pool.slots.device, predictor.shape
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.prospects = make_prospects(shape.num_flat, pool.num_slots, device)
+        self.eviction: Eviction | None = None  # that is compared with one by counts
         self.replayed: ReplayedRouting | None = None  # has the tokens that the predictor is told
         self._step = PredictorStep(predictor, device, dtype)
         self._pool, self._top_k, self._beside = pool, shape.top_k, Beside(device)
@@ -49,10 +51,12 @@ class Foresight:
     def begin(self, token: Tensor) -> None:
         """A step begins that evaluates `token`, int64 [1]; `used` is still what the one before it
         used. Can be captured in a CUDA graph."""
-        self._beside.fork(lambda: judge_forecasts(self.used, self._top_k, self.prospects))
+        shadow = None if self.eviction is None else self.eviction.shadow
+        step = self._pool.state, self.prospects, shadow
+        self._beside.fork(lambda: judge_forecasts(self.used, self._top_k, *step))
         self._predict(token if self.replayed is None else self.replayed.token(token))
         self._beside.join()
-        update_prospects(self._step.expected, self._pool.state, self.prospects)
+        update_prospects(self._step.expected, *step)
 
     def rest(self) -> None:
         """A step without a forecast: those of before are not compared with what comes after it."""

@@ -136,9 +136,16 @@ class Forward:
         self._are_couriers_out = True
 
     @property
+    def kind(self) -> tuple[bool, bool]:
+        """What makes a step another one, with other kernels: whether prefetch is on, and whether a
+        forecast chooses victims."""
+        return self._experts.pool.flights is not None, self._experts.prospects is not None
+
+    @property
     def _is_foresight_wanted(self) -> bool:
-        """By eviction, or by a prefetch that does not rest."""
-        return self._experts.prospects is not None or self._experts.pool.flights is not None
+        """By eviction, or by a prefetch, as far as they do not rest."""
+        prefetches, evicts = self.kind
+        return evicts or (prefetches and self._expectation is not None)
 
     def _foresee(self, token: torch.Tensor) -> None:
         """What the step's kernels may know of it beforehand."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from seqmoe_cli.residency.eviction import EvictionCosts
 from seqmoe_cli.residency.switch import StepCosts
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ class StepStats:
     `prefetch_hits` are hits that a prefetch in time has made of misses; `prefetches_late` misses
     for which a copy under way was waited for, `prefetches_dropped` those that it was too late for;
     `rested_tokens` were decoded while prefetch was turned off, to compare or as it did not pay.
+    Of the steps before (a step is compared when the next one begins) `missed_by_forecast` and
+    `missed_by_counts`: see `PoolCounters`; `unforeseen_tokens` were decoded while eviction by a
+    forecast was turned off.
 
     `elapsed_s` is the host's time. By the device's clock: `stall_s` it waited for misses, decode
     steps took `step_s` from end to end and lay `gap_s` apart.
@@ -38,12 +42,22 @@ class StepStats:
     prefetches_late: int = 0
     prefetches_dropped: int = 0
     rested_tokens: int = 0
+    missed_by_forecast: int = 0
+    missed_by_counts: int = 0
+    unforeseen_tokens: int = 0
 
     @classmethod
     def of(
-        cls, phase: str, num_tokens: int, spent: PoolCounters, record_bytes: int, rests: bool
+        cls,
+        phase: str,
+        num_tokens: int,
+        spent: PoolCounters,
+        record_bytes: int,
+        rests: bool,
+        is_unforeseen: bool = False,
     ) -> StepStats:
-        """What a pool has counted meanwhile; `rests`: without the prefetch that there is."""
+        """What a pool has counted meanwhile; `rests`: without the prefetch that there is;
+        `is_unforeseen`: without the eviction by a forecast."""
         return cls(
             phase,
             num_tokens,
@@ -55,6 +69,9 @@ class StepStats:
             prefetches_late=spent.late,
             prefetches_dropped=spent.dropped,
             rested_tokens=num_tokens * rests,
+            missed_by_forecast=spent.missed_by_forecast,
+            missed_by_counts=spent.missed_by_counts,
+            unforeseen_tokens=num_tokens * is_unforeseen,
             stall_s=spent.stall_ns / 1e9,
             step_s=spent.step_ns / 1e9,
             gap_s=spent.gap_ns / 1e9,
@@ -80,6 +97,27 @@ class StepStats:
             step_s=self.step_s,
             steps=self.num_tokens,
         )
+
+    @property
+    def eviction_costs(self) -> EvictionCosts:
+        """What eviction by a forecast is judged by; of decode steps."""
+        return EvictionCosts(
+            self.misses + self.prefetch_hits,
+            self.missed_by_forecast,
+            self.missed_by_counts,
+            self.stall_s,
+            self.step_s,
+            self.num_tokens,
+        )
+
+    @property
+    def eviction_saved_misses(self) -> float | None:
+        """Misses that eviction by a forecast saved, per step that had it; below 0 if it cost some,
+        None if nothing was compared."""
+        if not self.missed_by_counts + self.missed_by_forecast:
+            return None
+        saved = self.missed_by_counts - self.missed_by_forecast
+        return _ratio(saved, self.num_tokens - self.unforeseen_tokens)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from seqmoe_cli.residency.eviction import Eviction
 from seqmoe_cli.residency.pool import MAX_WAVE, ExpertPool
 from seqmoe_cli.residency.prefetch import Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
@@ -39,10 +40,15 @@ class PooledExperts:
         self.observer: RoutingObserver | None = None
         self.replayed: ReplayedRouting | None = None  # chooses the experts of single tokens
         self.prefetch: Prefetch | None = None  # asks for experts that later layers may want
-        self.prospects: Prospects | None = None  # by which victims are chosen
+        self.eviction: Eviction | None = None  # by a forecast
         self.used: torch.Tensor | None = None  # int32 [L * K], flat ids of the last single token
         self.ready: Callable[[], None] | None = None  # called once before the next choice
         self.routed: torch.Tensor | None = None  # int32 [n, L, K], those of the last of many tokens
+
+    @property
+    def prospects(self) -> Prospects | None:
+        """By which victims are chosen; None: by the pool's own scores."""
+        return None if self.eviction is None else self.eviction.prospects
 
     def __call__(
         self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor

@@ -36,6 +36,8 @@ from seqmoe_kernels.formats import (
     HITS,
     LANDED,
     LATE,
+    MISSED_BY_COUNTS,
+    MISSED_BY_FORECAST,
     MISSES,
     NO_VICTIM,
     PREFETCH_HITS,
@@ -52,6 +54,7 @@ MAX_WAVE = 256  # experts that one event takes
 _SHOWN = (  # the fields of PoolCounters
     *(HITS, MISSES, STALL_NS, STEP_NS, GAP_NS),
     *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED, CUT_BYTES),
+    *(MISSED_BY_FORECAST, MISSED_BY_COUNTS),
 )
 
 
@@ -70,6 +73,10 @@ class PoolCounters(NamedTuple):
     after the fetch of the same expert, both of which are misses. Records that have landed, be they
     wanted or not, are `prefetched`; copies that were cut short have moved `cut_bytes`.
 
+    `missed_by_forecast` are experts that steps lacked whose victims a forecast chose, those that a
+    prefetch brought in time included; `missed_by_counts` how many decayed counts would have had
+    them lack. Both are there when the next step is.
+
     Differences are those of events that lie less than 39 hours apart.
     """
 
@@ -84,6 +91,8 @@ class PoolCounters(NamedTuple):
     dropped: int = 0
     prefetched: int = 0
     cut_bytes: int = 0
+    missed_by_forecast: int = 0
+    missed_by_counts: int = 0
 
     @property
     def fetched(self) -> int:

@@ -44,11 +44,12 @@ DISTANCE = 4  # layers that look-ahead sees
 
 
 class Way(NamedTuple):
-    """How copies are asked for. `in_flight`: copies under way at once, and asked for in a layer;
-    `delay_s`: from a request to its copy; `slack`: in times of a copy, landing that late is worth
-    it; `patience`: in times of a fetch, for how long a late one is waited for."""
+    """How copies are asked for. `in_flight`: under way at once; `per_layer`: asked for behind one
+    layer; `delay_s`: until one starts; `slack`: in times of a copy, landing that late is worth it;
+    `patience`: in times of a fetch, for how long a late one is waited for."""
 
     in_flight: int
+    per_layer: int
     delay_s: float
     slack: float
     patience: float
@@ -56,7 +57,7 @@ class Way(NamedTuple):
 
 # A thread lets fetches pass, and is better dropped when it is late. What the courier has copied is
 # there for good, and the rest of it comes as fast as a fetch.
-WAYS = {"thread": Way(2, 30e-6, 0.5, 1.0), "gpu": Way(1, 3e-6, 1.0, 4.0)}
+WAYS = {"thread": Way(2, 2, 30e-6, 0.5, 1.0), "gpu": Way(2, 1, 10e-6, 1.0, 4.0)}
 MOST_IN_FLIGHT = max(way.in_flight for way in WAYS.values())
 LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
@@ -205,11 +206,11 @@ class Prefetch:
         self._pool.flights = self.flights if on else None
 
     def _set_rules(self, layer_ns: int) -> None:
-        in_flight, delay_s, slack, patience = self._way
+        in_flight, per_layer, delay_s, slack, patience = self._way
         copy_ns = round(self.copy_s * 1e9)
         values = {
             IN_FLIGHT: in_flight,
-            PER_LAYER: in_flight,
+            PER_LAYER: per_layer,
             MOST_KEPT: self._most_kept,
             LAYER_NS: layer_ns,
             COPY_NS: copy_ns,

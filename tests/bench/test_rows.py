@@ -34,6 +34,7 @@ SETTING = Setting(
     verify=False,
     policy="lru",
     prefetch="off",
+    prefetch_by="",
     look_ahead="",
     predictor="",
     sampling="greedy",

@@ -20,6 +20,7 @@ from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
+from seqmoe_cli.residency.eviction import EvictionCosts
 from seqmoe_cli.residency.switch import COMPARE, SETTLE, TRY, StepCosts
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from tests.chat.screen import Screen, terminal_console
@@ -335,4 +336,14 @@ def test_trust_in_the_predictor_is_in_stats(
     line = foreseeing.run("/stats").splitlines()[-1]
     shares = re.fullmatch(r"the predictor is trusted (.*)% for the steps 1/2/3-4/5-8 ahead", line)
     assert shares and all(0 <= int(share) <= 100 for share in shares[1].split("%/"))
+    assert engine.eviction is not None
+    while not engine.eviction.switch.rests:
+        engine.eviction.switch.observe(EvictionCosts(9, 9, 8, 1.0, 1.0), False)
+    foreseeing.ask("more")
+    said = foreseeing.run("/stats")
+    rows = {line[:14].strip(): line[14:].split() for line in said.splitlines()}
+    assert 0 < int(rows["forecast off"][0]) == int(rows["forecast off"][2])
+    assert rows["misses saved"][-1].endswith("/tok")
+    assert re.search(r"^the forecast cost [\d.]+ misses .* it cost [\d.]+% of it$", said, re.M)
+    assert "forecast, resting: it did not pay" in foreseeing.run("/show")
     engine.close()

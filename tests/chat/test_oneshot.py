@@ -6,6 +6,7 @@ import io
 import json
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import Step
 from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import ResourceError
-from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
+from seqmoe_cli.forecast.stored import StoredPredictor
+from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_weights.packed import PackedModel
 
 
 class Disturbed:
@@ -110,6 +114,35 @@ def test_refused_before_it_began(
         with pytest.raises(ResourceError):
             answer_once(disturbed, tokenizer, _request(tokenizer, as_json))
         assert capsys.readouterr() == ("", "")
+
+
+def test_what_a_forecast_saved(
+    endless: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    whole: Any,
+) -> None:
+    config = PackedModel.open(endless).config
+    sizes = (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
+    shape = PredictorShape(*sizes, config.vocab_size, token_rank=4, width=16)
+    StoredPredictor(Predictor(shape), {}).save(tmp_path / "predictor")
+    pool, source = PoolSize.parse("12slots"), tmp_path / "predictor"
+    options = EngineOptions(pool, "cpu", ctx_size=256, policy="forecast", predictor=source)
+    foreseeing = Engine.open(endless, options)
+    assert foreseeing.eviction is not None
+    for is_on in (True, False):
+        foreseeing.reset_kv()
+        foreseeing.eviction.is_on = foreseeing.eviction.switch.is_on = is_on
+        foreseeing.eviction.switch.rests, foreseeing.eviction.switch._left = not is_on, 99
+        assert answer_once(foreseeing, tokenizer, _request(tokenizer, True)) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["eviction_status"] == ("on" if is_on else "resting")
+        assert said["eviction_rested_tokens"] == (0 if is_on else 19)
+        assert (said["eviction_saved_misses"] is not None) == is_on
+        assert said["eviction_saved"] is None  # nothing was judged yet
+    foreseeing.close()
+    assert (whole["eviction_status"], whole["eviction_saved_misses"]) == ("off", None)
 
 
 def test_one_newline_at_the_end() -> None:

@@ -38,6 +38,21 @@ def test_prefetch_is_shown() -> None:
     assert status.turn_line(turn, False, 200).endswith(" | prefetch 5 in time, 3.0 MiB")
 
 
+def test_eviction_by_a_forecast_is_shown() -> None:
+    turn = TurnStats(prompt_tokens=9)
+    turn.add(Step(2, None, StepStats("decode", 3, 90, 2, 10**7, 0.02, unforeseen_tokens=3)))
+    for word in ("on", "comparing", "resting"):
+        line = status.live_line(turn, 64, GIB, 200, eviction=word)
+        assert f" | forecast {word} | pool" in line
+    assert status.turn_line(turn, False, 200).endswith(" | forecast rested")
+    compared = {"missed_by_forecast": 5, "missed_by_counts": 11}
+    turn.add(Step(2, None, StepStats("decode", 4, 90, 2, 10**7, 0.02, **compared)))
+    line = status.live_line(turn, 64, GIB, 200, "", eviction="on")
+    assert line.endswith(" | forecast +1.5 hit/tok | pool 1.0 GiB")
+    assert " | forecast resting | " in status.live_line(turn, 64, GIB, 200, eviction="resting")
+    assert status.turn_line(turn, False, 200).endswith(" | forecast +1.5 hit/tok")
+
+
 def test_turn_line() -> None:
     assert status.turn_line(_turn(), True, 200) == (
         "304 tokens, 50.0 tok/s | prompt 58 tokens in 0.50 s | hit 97.7% (cold pool)"
@@ -76,6 +91,14 @@ def test_fields_go_from_the_right() -> None:
 )
 def test_sizes(number: int, text: str) -> None:
     assert status.size(number) == text
+
+
+def test_what_eviction_was_worth() -> None:
+    assert status.eviction_line(3.21, 0.31e-3, 0.04) == (
+        "the forecast saved 3.2 misses (0.31 ms) a step, all in all it saved 4.0% of it"
+    )
+    cost = status.eviction_line(-1.0, -1e-4, -0.05)
+    assert cost.startswith("the forecast cost 1.0 misses") and cost.endswith("it cost 5.0% of it")
 
 
 def test_what_prefetch_was_worth() -> None:

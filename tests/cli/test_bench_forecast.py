@@ -53,6 +53,8 @@ def test_every_way_beside_the_others(
     note = f"{files['predictor']}, learned from {learned:,} tokens of {files['trace']}"
     assert [row["predictor"] for row in found] == ["", "", note, note]
     assert found[3]["bytes_prefetched"] > 0 == found[2]["bytes_prefetched"]
+    saved = [row["eviction_saved_misses"] for row in found]
+    assert saved[:2] == [None, None] and all(abs(number) < 18 for number in saved[2:])
     assert main([*argv, "--predictor", str(files["predictor"])]) == 0
     out = capsys.readouterr().out
     assert "45% forecast full" in out and f"predictor: {note}" in out

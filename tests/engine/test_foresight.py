@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.stats import TurnStats
+from seqmoe_cli.engine.stats import StepStats, TurnStats
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.predictor import WINDOWS, Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.replay.replay import replay
 from seqmoe_cli.residency import prefetch as prefetch_module
+from seqmoe_cli.residency.eviction import EvictionCosts, EvictionSwitch
 from seqmoe_cli.residency.policies import Blend, ForecastEviction
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import PREFETCHES, EngineOptions, PoolSize, SamplingParams
@@ -61,10 +62,22 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def open_engine(
-    packed: Path, device: str, policy: str, prefetch: str = "off", pool: str = "30%"
+    packed: Path,
+    device: str,
+    policy: str,
+    prefetch: str = "off",
+    pool: str = "30%",
+    by: str = "auto",
 ) -> Engine:
     options = EngineOptions(
-        PoolSize.parse(pool), device, "float32", 400, verify=True, policy=policy, prefetch=prefetch
+        PoolSize.parse(pool),
+        device,
+        "float32",
+        400,
+        verify=True,
+        policy=policy,
+        prefetch=prefetch,
+        prefetch_by=by,
     )
     return Engine.open(packed, options)
 
@@ -119,11 +132,72 @@ def test_the_same_tokens_whatever_the_thread_does(
     monkeypatch.setattr(prefetch_module, "HostCopier", copier)
     monkeypatch.setattr(prefetch_module, "DmaCopier", copier)
     attach(packed, kind)
-    engine = open_engine(packed, device, "forecast", "full")
+    engine = open_engine(packed, device, "forecast", "full", by="thread")
     tokens, _ = say(engine)
     assert tokens == plain and engine.pool.counters().prefetches > 0
     assert bool(engine.fallbacks) == (trouble is deadly)
     engine.close()
+
+
+class Alternating(EvictionSwitch):
+    """Changes its mind every five steps."""
+
+    seen = 0
+
+    def observe(self, step: EvictionCosts, prefetches: bool) -> bool:
+        self.seen += 1
+        self.is_on = self.seen % 10 < 5
+        return self.is_on
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("kind", ["random", "everybody"])
+def test_the_same_tokens_with_a_forecast_now_and_then(
+    packed: Path, device: str, plain: list[int | None], kind: str, prefetch: str
+) -> None:
+    """Off in the middle of answers and on again: the tokens remain, what is compared goes on, and
+    at rest the predictor is told nothing unless a prefetch lives on it."""
+    attach(packed, kind)
+    engine = open_engine(packed, device, "forecast", prefetch)
+    eviction, foresight = engine.eviction, engine.foresight
+    assert eviction is not None and foresight is not None
+    eviction.switch = Alternating()
+    compared = 0
+    for _ in range(2):
+        tokens, stats = say(engine)
+        assert tokens == plain
+        assert 0 < stats.decode.unforeseen_tokens < stats.decode.num_tokens
+        counters = engine.pool.counters()
+        assert counters.missed_by_counts > compared < counters.missed_by_forecast
+        compared = max(counters.missed_by_counts, counters.missed_by_forecast)
+    eviction.hold()
+    assert say(engine)[1].decode.unforeseen_tokens <= 1  # the step that lets it know
+    engine.close()
+    engine = open_engine(packed, device, "forecast", prefetch)
+    assert engine.eviction is not None and engine.foresight is not None
+    engine.eviction.is_on = engine.eviction.switch.is_on = False
+    engine.eviction.switch.rests, engine.eviction.switch._left = True, 10**6
+    if engine.prefetch is not None:
+        engine.prefetch.hold()
+    tokens, stats = say(engine)
+    assert tokens == plain and engine.eviction.status == "resting"
+    assert stats.decode.eviction_saved_misses is None
+    assert bool(engine.foresight.prospects.steps[1]) == (prefetch == "full")
+    engine.close()
+
+
+def test_at_rest_victims_are_those_of_decayed_counts(packed: Path, device: str) -> None:
+    attach(packed, "random")
+    missed = []
+    for policy in ("decayed", "forecast"):
+        engine = open_engine(packed, device, policy)
+        if engine.eviction is not None:
+            engine.eviction.is_on = engine.eviction.switch.is_on = False
+            engine.eviction.switch.rests, engine.eviction.switch._left = True, 10**6
+        steps = list(engine.generate(PROMPT, SAMPLING, max_tokens=60))
+        missed.append([step.stats.misses for step in steps])
+        engine.close()
+    assert missed[0] == missed[1] and sum(missed[0]) > 60
 
 
 def recorded(seed: int, steps: int) -> np.ndarray:
@@ -149,6 +223,7 @@ def test_victims_are_those_of_the_simulator(
     )  # fmt: skip
     attach(packed, kind)
     missed, made = {}, []
+    compared = StepStats("decode")
     for policy in ("decayed", "forecast"):
         engine = Engine.open(
             packed,
@@ -160,8 +235,11 @@ def test_victims_are_those_of_the_simulator(
         )
         if engine.foresight is not None:
             made = told(engine, monkeypatch)
+            assert engine.eviction is not None
+            engine.eviction.hold()
         stats = list(engine.generate([1], SAMPLING, max_tokens=steps))
         missed[policy] = [step.stats.misses for step in stats]
+        compared = sum((step.stats for step in stats), StepStats("decode"))
         num_slots = engine.plan.num_slots
         engine.close()
     assert len(made) == steps and made[5].shape == (len(WINDOWS), LAYERS * EXPERTS)
@@ -170,6 +248,8 @@ def test_victims_are_those_of_the_simulator(
     done = replay(trace, num_slots, lambda *_: ForecastEviction(LAYERS, blend), blend=blend)
     assert missed["forecast"] == done.loads.sum(1).tolist()
     assert missed["forecast"] != missed["decayed"]
+    assert compared.missed_by_forecast == sum(missed["forecast"][:-1])
+    assert compared.missed_by_counts == pytest.approx(sum(missed["decayed"][:-1]), rel=0.03)
 
 
 @pytest.mark.gpu
@@ -180,7 +260,8 @@ def test_a_graph_foresees_what_single_steps_do(packed: Path) -> None:
     found = []
     for eager in (True, False):
         engine = Engine.open(packed, options, eager=eager)
-        assert engine.foresight is not None
+        assert engine.foresight is not None and engine.eviction is not None
+        engine.eviction.hold()
         for _ in range(2):
             engine.reset_kv()
             engine.reset_pool()

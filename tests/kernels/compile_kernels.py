@@ -40,6 +40,7 @@ from seqmoe_kernels.router import route_triton
 from seqmoe_kernels.row_sums import HiddenInput, TokenInput, sum_rows_triton
 from seqmoe_kernels.sampling_kernels import sample_triton
 from seqmoe_kernels.sampling_state import NUM_SETTINGS, SamplingState
+from seqmoe_kernels.shadow import Shadow
 from seqmoe_kernels.transfer import Prefetching, fetch_triton
 from seqmoe_kernels.windows import window_vectors_triton
 
@@ -192,8 +193,9 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
     pool = PoolState.cold(num_flat, 1024, torch.device("meta"))
     numbers = tensor(6, dtype=torch.int64)
     prospects = Prospects.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))
-    judge_forecasts_triton(used, TOP_K, prospects)
-    update_prospects_triton(expected, pool, prospects)
+    for shadow in (None, Shadow.unknown(num_flat, torch.device("meta"))):
+        judge_forecasts_triton(used, TOP_K, pool, prospects, shadow)
+        update_prospects_triton(expected, pool, prospects, shadow)
 
 
 def main(arch: int) -> None:

@@ -121,7 +121,7 @@ def test_as_the_simulator_says(
             side.start(step)
             judge = judge_forecasts_triton if on_gpu else judge_forecasts_reference
             update = update_prospects_triton if on_gpu else update_prospects_reference
-            judge(used.to(device), top_k, side.prospects)
+            judge(used.to(device), top_k, side.pool, side.prospects)
             update(torch.from_numpy(made[step]).to(device), side.pool, side.prospects)
             for layer in range(layers):
                 side.compare(layer)
@@ -150,7 +150,7 @@ def test_an_interruption_is_not_judged(device: torch.device) -> None:
     expected = torch.ones(NUM_WINDOWS, layers * experts, device=device)
 
     def step() -> None:
-        judge_forecasts_triton(used, 1, side.prospects)
+        judge_forecasts_triton(used, 1, side.pool, side.prospects)
         update_prospects_triton(expected, side.pool, side.prospects)
 
     for _ in range(10):
@@ -179,9 +179,9 @@ def test_kernels_choose_the_same_victims(device: torch.device, num_slots: int) -
         expected = torch.rand(NUM_WINDOWS, num, generator=case.gen)
         for pool in (case.pool, case.kernel_pool):
             pool.rule[RULE_NOW] += pool.rule[RULE_TICK]
-        judge_forecasts_reference(used, TOP_K, case.prospects)
+        judge_forecasts_reference(used, TOP_K, case.pool, case.prospects)
         update_prospects_reference(expected, case.pool, case.prospects)
-        judge_forecasts_triton(used.to(device), TOP_K, case.kernel_prospects)
+        judge_forecasts_triton(used.to(device), TOP_K, case.kernel_pool, case.kernel_prospects)
         update_prospects_triton(expected.to(device), case.kernel_pool, case.kernel_prospects)
         for layer in range(LAYERS):
             case.layer(layer, None)
