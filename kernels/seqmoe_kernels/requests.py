@@ -219,9 +219,14 @@ def request_prefetches(
     most_kept = tl.load(flights.rules + _MOST_KEPT)
     used = tl.load(slots + k, mask=k < K, other=-1)
     worthy = worthy_distances(flights, DISTANCES)
+    layer_ns, copy_ns = tl.load(flights.rules + _LAYER_NS), tl.load(flights.rules + _COPY_NS)
+    slack_ns, delay_ns = tl.load(flights.rules + _SLACK_NS), tl.load(flights.rules + _DELAY_NS)
+    clock, number = tl.load(pool.clock), tl.load(flights.number)
+    count = tl.load(pool.counters + _PREFETCHES)
     owner = tl.load(pool.owner + slot, mask=slot >= 0, other=-2)
     state = tl.load(pool.state + slot, mask=slot >= 0, other=_EMPTY)
     if in_flight > 0:
+        now = agreed_now(flights)
         under_way = state == _FETCHING
         taken = tl.sum((slot >= 0).to(tl.int64) + (under_way.to(tl.int64) << 8), 0)
         room = tl.minimum(in_flight - (taken >> 8), per_layer)
@@ -255,29 +260,26 @@ def request_prefetches(
             job = _both(job, tl.where(absent, DISTANCES * BLOCK_N + i, _NOBODY_K))
             name, found, d = _both(name, hint), _both(found, known), _both(d, later)
         if (room > 0) & (tl.min(job, 0) < _NOBODY_K):
-            due = tl.max(tl.where(under_way, last_due, 0), 0)
+            due = tl.maximum(now + delay_ns, tl.max(tl.where(under_way, last_due, 0), 0))
+            latest = now + slack_ns + (d + 1) * layer_ns
             _start_jobs(
-                job, name, found, d, room, slot, due, used, victims, places, pool, flights,
-                prospects,
+                job, name, found, d, latest, room, slot, due, copy_ns, clock, number, count, used,
+                victims, places, pool, flights, prospects,
             )  # fmt: skip
         judge_names(wanted, flights, layer, K, BLOCK_K, DISTANCES, BLOCK_N)
 
 
 @triton.jit
 def _start_jobs(
-    job, name, found, d, room, flight, last_due, used, victims, places, pool, flights, prospects,
+    job, name, found, d, latest, room, flight, due, copy_ns, clock, number, count, used, victims,
+    places, pool, flights, prospects,
 ):  # fmt: skip
-    """Start up to `room` of the jobs, numbers below `_NOBODY` in the order of their urgency."""
+    """Start up to `room` of the jobs, numbers below `_NOBODY` in the order of their urgency, each
+    done by `latest`; the link is free at `due`."""
     f = tl.arange(0, _NUM_FLIGHTS)
-    layer_ns, copy_ns = tl.load(flights.rules + _LAYER_NS), tl.load(flights.rules + _COPY_NS)
-    slack_ns, delay_ns = tl.load(flights.rules + _SLACK_NS), tl.load(flights.rules + _DELAY_NS)
-    clock, number = tl.load(pool.clock), tl.load(flights.number)
-    count = tl.load(pool.counters + _PREFETCHES)
-    now = agreed_now(flights)
-    due = tl.maximum(now + delay_ns, last_due)
     for _ in range(room):
         due += copy_ns
-        able = tl.where(due - now - slack_ns <= (d + 1) * layer_ns, job, _NOBODY_K)
+        able = tl.where(due <= latest, job, _NOBODY_K)
         best = tl.min(able, 0)
         victims, victim = poorest(victims, places, used, found, flight)
         if (best < _NOBODY_K) & (victim >= 0):

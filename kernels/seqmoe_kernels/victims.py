@@ -47,8 +47,7 @@ def poorest(victims, places, used, found, flight):
     this layer uses, that the next ones are believed to, or that is promised."""
     victim, is_barred = -1, 1
     while is_barred > 0:
-        least = tl.min(victims, 0)
-        victim = tl.min(tl.where(victims == least, places, places.shape[0]), 0)
+        least, victim = tl.min(victims, 0, return_indices=True)  # of equal ones the first
         is_barred = tl.max((used == victim).to(tl.int32), 0)
         is_barred += tl.max((found == victim).to(tl.int32), 0)
         is_barred += tl.max((flight == victim).to(tl.int32), 0)

@@ -45,8 +45,8 @@ class Setting:
     "thread", and `look_ahead` who names the experts: "routers", or "simulated" from a trace;
     `predictor` says where the one that runs along comes from, empty without one; `verify` says that
     every slot read was verified, which takes time; `fallbacks` holds a sentence for everything that
-    could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None on
-    a CPU.
+    could not be done as asked. `copy_gb_per_s` and `link_gb_per_s` are the machine's ceilings, None
+    on a CPU.
     """
 
     model_filename: str

@@ -13,10 +13,14 @@ class Beside:
     What is in the works may use nothing that the caller's stream changes between `fork` and `join`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """Work that waits for kernels which the caller queues later needs a `priority` of its own,
+        -1 or lower: those of the same one may come to share a queue of the device, in which the
+        kernels would stand behind it."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+            self._stream = stream
 
     def fork(self, work: Callable[[], None]) -> None:
         """Queue `work` behind what the caller has queued."""

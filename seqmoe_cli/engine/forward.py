@@ -40,7 +40,7 @@ class Forward:
         if foresight is not None:
             experts.used, experts.routed = foresight.used, foresight.routed
         self._beside = Beside(kv.keys.device)
-        self._couriers = Beside(kv.keys.device), Beside(kv.keys.device)
+        self._couriers = Beside(kv.keys.device, -1), Beside(kv.keys.device, -2)
         self._are_couriers_out = False
         self._expectation = None if experts.prefetch is None else experts.prefetch.expectation
         self._num_layers = decoder.config.num_hidden_layers
