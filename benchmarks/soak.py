@@ -89,8 +89,10 @@ def leaks(before: Usage, after: Usage) -> list[str]:
 def open_engines(model: Path, options: EngineOptions) -> tuple[WatchedEngine, Engine]:
     """The engine to be tested, and one with all experts resident that decodes operation by
     operation. On a CPU, which has no graph, the first runs a step ahead of the host as a graph
-    does."""
+    does. Prefetch stays on, so that there is one graph for all steps."""
     engine = WatchedEngine.open(model, options)
+    if engine.prefetch is not None:
+        engine.prefetch.hold()
     if isinstance(engine.decoding.issue, EagerSteps):
         engine.decoding.issue.ahead = 1
     plain = EngineOptions(PoolSize("all"), options.device, options.dtype, options.ctx_size)
@@ -139,6 +141,7 @@ def soak(
         "evaluated_tokens": talk.engine.evaluated,
         "hits": pool[0],
         "misses": pool[1],
+        "prefetches": pool[7],
         "near_ties": talk.comparison.near_ties,
         "most_wrong_rows": talk.comparison.most_wrong_rows,
         "after_warm_up": before and before._asdict(),
@@ -152,6 +155,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo/smollm2-sparse")
     parser.add_argument("--pool", default="25%", help="of the tested engine")
+    parser.add_argument("--policy", default="lru", choices=("lru", "decayed"))
+    parser.add_argument("--prefetch", default="off", choices=("off", "lookahead"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--ctx-size", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
@@ -164,6 +169,8 @@ def main() -> int:
         "float32",
         args.ctx_size,
         verify=args.verify,
+        policy=args.policy,
+        prefetch=args.prefetch,
     )
     engine, reference = open_engines(args.model, options)
     talk = Conversations(args.model, engine, reference, args.seed)
@@ -193,6 +200,9 @@ def main() -> int:
         "num_slots": engine.plan.num_slots,
         "ctx_size": engine.ctx_size,
         "verify": args.verify,
+        "policy": args.policy,
+        "prefetch": engine.plan.prefetch,
+        "prefetch_by": engine.plan.prefetch_by if engine.prefetch else "",
         "compared_tokens": COMPARED_TOKENS,
         "bounds": bounds,
         **result,

@@ -24,9 +24,16 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def start(packed: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["off", "lookahead"])
+def start(packed: Path, device: str, request: pytest.FixtureRequest) -> Iterator[Start]:
     """`start(seed)`: conversations that have not begun."""
-    options = EngineOptions(PoolSize.parse("30%"), request.param, "float32", 256, verify=True)
+    options = EngineOptions(
+        PoolSize.parse("30%"), device, "float32", 256, verify=True, prefetch=request.param
+    )
     engine, reference = open_engines(packed, options)
     yield lambda seed: Conversations(packed, engine, reference, seed)
     reference.close()
