@@ -52,7 +52,7 @@ def test_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for part in (replayed, simulated, own)
         }
         assert ways[replayed] == [*LEVELS, "forecast full"]
-        assert ways[simulated][-1] == "lru lookahead" and len(ways[simulated]) == 6
+        assert ways[simulated][-1] == "lru lookahead" and len(ways[simulated]) == 8
         assert [*dict.fromkeys(ways[own])] == ["lru off", "decayed off", "decayed lookahead"]
         (first, *_), *_ = ([r for r in of_pool if r["part"] == part] for part in ways)
         assert first["bytes_of_lru"] == 1.0
