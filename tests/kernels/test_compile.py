@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
+    "_ask_kernel",
     "_attention_step_kernel",
     "_begin_step_kernel",
     "_choose_kernel",
     "_combine_kernel",
+    "_copy_kernel",
     "_dequantize_kernel",
     "_distance_kernel",
     "_down_kernel",
