@@ -20,10 +20,12 @@ from seqmoe_cli.residency.switch import COMPARE, REST, RUN, SETTLE, TRY, KillSwi
 from seqmoe_kernels import (
     Ahead,
     Asking,
+    Courier,
     Flights,
     RecordedIds,
     Request,
     Routing,
+    ask_beside,
     choose,
     read_request,
 )
@@ -47,11 +49,13 @@ RECORDS = torch.arange(LAYERS * EXPERTS, dtype=torch.uint8).unsqueeze(1).repeat(
 
 
 class Small:
-    """A pool that prefetches, driven layer by layer with what is wanted and named."""
+    """A pool that prefetches, driven layer by layer with what is wanted and named; `beside`: for a
+    courier."""
 
-    def __init__(self, num_slots: int, in_flight: int = 2) -> None:
+    def __init__(self, num_slots: int, in_flight: int = 2, beside: bool = False) -> None:
         self.pool = ExpertPool(num_slots, RECORDS, CPU)
-        self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU)
+        self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU, beside)
+        self.courier = Courier.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU) if beside else None
         kept = max(num_slots - 2 * TOP_K, 0)
         values = {IN_FLIGHT: in_flight, PER_LAYER: 2, MOST_KEPT: kept, LAYER_NS: 10**15}
         for rule, value in values.items():
@@ -66,12 +70,21 @@ class Small:
         ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
         for d, row in enumerate(named):
             ids[0, self.layer, d] = torch.tensor(row)
-        logits = torch.zeros(1, EXPERTS)
-        chosen = choose(logits, self.layer, routing, self.pool.state, recorded, self.flights)
+        logits, state, flights = torch.zeros(1, EXPERTS), self.pool.state, self.flights
         asking = Asking(EXPERTS, NAMES, RecordedIds(ids, step))
-        there = chosen.resolved.slots
-        ahead = Ahead(self.layer, logits[:, :0], chosen.wanted, there, asking)
-        slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
+        if self.courier is None:
+            chosen = choose(logits, self.layer, routing, state, recorded, flights)
+            there = chosen.resolved.slots
+            ahead = Ahead(self.layer, logits[:, :0], chosen.wanted, there, asking)
+            slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
+        else:
+            used = self.courier.used
+            chosen = choose(
+                logits, self.layer, routing, state, recorded, flights, None, used, self.courier
+            )
+            self.pool.fetch(chosen.wanted, chosen.resolved, None, self.courier, self.layer)
+            slots = chosen.resolved.slots.clone()
+            ask_beside(asking, state, flights, self.courier)
         self.layer = (self.layer + 1) % LAYERS
         assert (slots >= 0).all()
         return self.pool.slots[slots.long(), 0] - (chosen.wanted - torch.tensor(wanted))
@@ -85,13 +98,13 @@ moves = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(moves, st.integers(2 * TOP_K, 14))
+@given(moves, st.integers(2 * TOP_K, 14), st.booleans())
 def test_no_interleaving_breaks_the_protocol(
-    moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int
+    moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int, beside: bool
 ) -> None:
-    """Whatever the host does with its requests, the bytes read are those of the experts wanted, and
-    lookup table, owners, states and tags agree."""
-    small, asked, next_number = Small(num_slots), deque[Request](), 0
+    """Whatever thread or courier do with their requests, the bytes read are those of the experts
+    wanted, and lookup table, owners, states and tags agree."""
+    small, asked, next_number = Small(num_slots, beside=beside), deque[Request](), 0
     state, tags = small.pool.state, torch.zeros(num_slots, dtype=torch.int64)
     for wanted, named, deeds in moves:
         read = small.event((wanted[0], wanted[1]), [(n[0], n[1]) for n in named])
@@ -109,7 +122,7 @@ def test_no_interleaving_breaks_the_protocol(
 
 
 def serve(small: Small, asked: deque[Request], deed: str) -> None:
-    """What a host may do, each request once; or the pool is made cold meanwhile."""
+    """What may become of requests, each once; or the pool is made cold meanwhile."""
     if deed == "reset":
         small.pool.reset()
     if deed in ("nothing", "reset") or not asked:
