@@ -16,6 +16,7 @@ from seqmoe_kernels.clock import now_ns
 from seqmoe_kernels.flights import check_flights
 from seqmoe_kernels.formats import (
     CUT_BYTES,
+    GAVE_UP,
     NUM_REQUESTS,
     REQUEST_WORDS,
     Flights,
@@ -52,7 +53,7 @@ LIMIT_NS = 10**8
 _LOOKS = tl.constexpr(2 if triton.knobs.runtime.interpret else 1 << 24)
 _GLANCES = tl.constexpr(1 if triton.knobs.runtime.interpret else 8)  # for work, to one at the gate
 
-_CUT_BYTES = tl.constexpr(CUT_BYTES)
+_CUT_BYTES, _GAVE_UP = tl.constexpr(CUT_BYTES), tl.constexpr(GAVE_UP)
 _NUM_REQUESTS, _REQUEST_WORDS = tl.constexpr(NUM_REQUESTS), tl.constexpr(REQUEST_WORDS)
 _NUMBER_BITS, _SLOT_BITS = tl.constexpr(NUMBER_BITS), tl.constexpr(SLOT_BITS)
 _SLOT_MASK = tl.constexpr((1 << SLOT_BITS) - 1)
@@ -79,12 +80,12 @@ def _ask_kernel(
     RECORDED: tl.constexpr, HINTED: tl.constexpr,
 ):  # fmt: skip
     until = now_ns() + limit_ns
-    looks = tl.full((), _LOOKS, tl.int32)
+    looks, gave_up = tl.full((), _LOOKS, tl.int32), tl.full((), 1, tl.int64)
     while looks > 0:
         gate = tl.atomic_or(courier.gate, 0, sem="acquire")
         layer = layer_at(gate)
         if layer == LAYERS - 1:
-            looks = 0
+            looks, gave_up = looks * 0, gave_up * 0
         else:
             if (gate & _OPEN) != 0:  # noqa: SIM102 (one condition is the compiler's)
                 if enter_gate(courier.gate, gate):
@@ -95,6 +96,7 @@ def _ask_kernel(
                     )  # fmt: skip
                     leave_gate(courier.gate)
             looks = tl.where(now_ns() < until, looks - 1, 0)
+    tl.atomic_add(pool.counters + _GAVE_UP, gave_up)
 
 
 def ask_triton(asking: Asking, pool: PoolState, flights: Flights, courier: Courier) -> None:

@@ -24,7 +24,9 @@ CUT_BYTES = 12
 # Experts that the steps lacked whose victims were chosen by a forecast (misses, or prefetch hits),
 # and how many it would have been by decayed counts.
 MISSED_BY_FORECAST, MISSED_BY_COUNTS = range(13, 15)
-NUM_COUNTERS = 15
+# Steps to whose end a courier did not see.
+GAVE_UP = 15
+NUM_COUNTERS = 16
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
 STEP_BEGAN, STEP_ENDED, STALL_BEGAN, STALL_ENDED = range(4)
 NUM_MARKS = 4
@@ -81,7 +83,7 @@ class PoolState(NamedTuple):
     rule: torch.Tensor  # int64 [2], RULE_TICK and RULE_NOW: how a use becomes a score
     log_sums: torch.Tensor  # int32 [G], log2(1 + 2^-gap) in score units, for gaps in steps of 256
     clock: torch.Tensor  # int64 [1], counts resolve events
-    counters: torch.Tensor  # int64 [15], HITS to MISSED_BY_COUNTS
+    counters: torch.Tensor  # int64 [16], HITS to GAVE_UP
     marks: torch.Tensor  # int64 [4], STEP_BEGAN to STALL_ENDED
 
     @classmethod

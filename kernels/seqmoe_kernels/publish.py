@@ -126,7 +126,7 @@ def publish_triton(
 
 def publish(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: torch.Tensor) -> None:
     """End a step: write `token` (i64 [1]) and the pool's counters into entry `number` (i64 [1],
-    counted up here) of `ring` (i64 [R, 16], on the host, pinned when the rest is on a GPU), modulo
+    counted up here) of `ring` (i64 [R, 17], on the host, pinned when the rest is on a GPU), modulo
     R. What passed since `begin_step` goes into STEP_NS before.
 
     A word is its value << 16 | the low 16 bits of the number. Values are taken modulo 2^47: counts

@@ -225,7 +225,7 @@ class Engine:
             taken = self.decoding.take()
             self.kv.commit([token])
             costs = self._costs("decode", 1, before, taken.counters)
-            self._observe(costs)
+            self._observe(costs, taken.counters.since(before).gave_up > 0)
             yield replace(costs, elapsed_s=taken.elapsed_s), taken.token
         yield StepStats("decode"), None
 
@@ -237,14 +237,15 @@ class Engine:
         spent = after.since(before)
         return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests, unforeseen)
 
-    def _observe(self, costs: StepStats) -> None:
-        """Let eviction and prefetch learn from a decode step; say so once the latter has died."""
+    def _observe(self, costs: StepStats, gave_up: bool) -> None:
+        """Let eviction and prefetch learn from a decode step, a courier having given up before its
+        end or not; say so once there will be no more prefetches."""
         if self.eviction is not None:
             prefetches = self.prefetch is not None and self.prefetch.is_on
             self.eviction.observe(costs.eviction_costs, prefetches)
         if self.prefetch is None:
             return
-        self.prefetch.observe(costs.prefetch_costs(self.plan.record_bytes))
+        self.prefetch.observe(costs.prefetch_costs(self.plan.record_bytes), gave_up)
         if self.prefetch.failure is not None:
             line = f"prefetch has stopped ({self.prefetch.failure}): every miss is fetched"
             if line not in self.fallbacks:

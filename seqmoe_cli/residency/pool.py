@@ -33,6 +33,7 @@ from seqmoe_kernels.formats import (
     FAULT,
     FETCHING,
     GAP_NS,
+    GAVE_UP,
     HITS,
     LANDED,
     LATE,
@@ -54,7 +55,7 @@ MAX_WAVE = 256  # experts that one event takes
 _SHOWN = (  # the fields of PoolCounters
     *(HITS, MISSES, STALL_NS, STEP_NS, GAP_NS),
     *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED, CUT_BYTES),
-    *(MISSED_BY_FORECAST, MISSED_BY_COUNTS),
+    *(MISSED_BY_FORECAST, MISSED_BY_COUNTS, GAVE_UP),
 )
 
 
@@ -75,7 +76,8 @@ class PoolCounters(NamedTuple):
 
     `missed_by_forecast` are experts that steps lacked whose victims a forecast chose, those that a
     prefetch brought in time included; `missed_by_counts` how many decayed counts would have had
-    them lack. Both are there when the next step is.
+    them lack. Both are there when the next step is. `gave_up`: couriers that did not see the end of
+    their step.
 
     Differences are those of events that lie less than 39 hours apart.
     """
@@ -93,6 +95,7 @@ class PoolCounters(NamedTuple):
     cut_bytes: int = 0
     missed_by_forecast: int = 0
     missed_by_counts: int = 0
+    gave_up: int = 0
 
     @property
     def fetched(self) -> int:

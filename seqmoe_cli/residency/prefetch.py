@@ -63,6 +63,7 @@ LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
 TUNE_EVERY = 16  # steps
 _MEASURED = 8  # records
+_GIVE_UPS = 8  # of the courier, in steps one after the other, and it is not sent any more
 
 
 def least_slots(top_k: int) -> int:
@@ -103,6 +104,7 @@ class Prefetch:
         self._most_kept = min(NUM_FLIGHTS, pool.num_slots - 2 * top_k)
         self._is_on, self._is_held, self._steps = False, False, 0
         self._step_s = self._stall_s = 0.0  # of late
+        self._gave_up = 0  # steps of late
         self._set_rules(_UNKNOWN_NS)
         pool.land(self.flights, self._most_kept)
         self._turn(True)
@@ -125,6 +127,8 @@ class Prefetch:
     @property
     def failure(self) -> str | None:
         """Why there will be no more prefetches; None while there are."""
+        if self._gave_up >= _GIVE_UPS:
+            return "the GPU does not run its kernels beside the others; try --prefetch-by thread"
         return None if self.thread is None else self.thread.failure
 
     def hold(self) -> None:
@@ -161,8 +165,9 @@ class Prefetch:
         hinted = self.expectation is not None
         return Asking(num_experts, top_k, self.predicted, hinted, prospects)
 
-    def observe(self, step: StepCosts) -> None:
-        """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom.
+    def observe(self, step: StepCosts, gave_up: bool = False) -> None:
+        """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom; and
+        whether the courier gave up before its end.
 
         What is in time is told by the computing of a layer alone: many layers do not wait, and what
         comes late for those slows down the fetches of the others. And the more of a step's time the
@@ -170,6 +175,8 @@ class Prefetch:
         saves a fetch if it is used, and delays one if it is not, each as far as the link would have
         been idle or busy. The courier delays none.
         """
+        if self.is_on:
+            self._gave_up = (self._gave_up + 1) * gave_up
         on = self._is_held or self.switch.observe(step)
         self._turn(on and self.failure is None)
         self._steps += 1

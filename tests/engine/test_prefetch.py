@@ -163,35 +163,6 @@ def test_the_same_tokens_whatever_the_thread_does(
     engine.close()
 
 
-def sometimes(luck: random.Random, work: Callable[[], None]) -> None:
-    if luck.random() < 0.5:
-        work()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("dies", ["ask", "copy"])
-def test_the_same_tokens_whatever_becomes_of_the_courier(
-    packed: Path, dies: str, eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of its kernels does not run in half of the steps, or, in a graph, in none."""
-    without = open_engine(packed, "cuda", prefetch="off")
-    expected = say(without)[0]
-    without.close()
-    luck, work = random.Random(3), getattr(prefetch_module.Prefetch, dies)
-    trouble = sometimes if eager else lambda luck, work: None
-    monkeypatch.setattr(
-        prefetch_module.Prefetch, dies, lambda *parts: trouble(luck, lambda: work(*parts))
-    )
-    engine = open_engine(packed, "cuda", eager=eager)
-    assert engine.prefetch is not None and engine.prefetch.courier is not None
-    for _ in range(2):
-        tokens, stats = say(engine)
-        assert tokens == expected
-        assert (stats.prefetched_bytes > 0) == eager
-    engine.close()
-
-
 def test_wrong_names_cost_bytes_and_nothing_else(
     packed: Path, device: str, plain: list[int | None]
 ) -> None:
