@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from seqmoe_cli.replay.rows import Row
     from seqmoe_cli.replay.study import Assumptions, Foresight, Study
 
-_USUAL = {"gpu": (1, 3.0), "thread": (2, 40.0)}
-"""Copies under way at once, and microseconds from a request to its copy."""
+_USUAL_US = {"gpu": 12.0, "thread": 40.0}  # from a request to its copy
 
 
 def simulate(
@@ -88,7 +87,7 @@ def simulate(
     delay_us: DelayOption = None,
     least: LeastOption = 0.25,
     budget: BudgetOption = 64,
-    in_flight: InFlightOption = None,
+    in_flight: InFlightOption = 2,
     every: EveryOption = 1,
     slack: SlackOption = None,
     seed: SeedOption = 0,
@@ -127,7 +126,6 @@ def simulate(
                 f"{name} means nothing to copies by gpu",
                 "leave it out, or add --prefetch-by thread",
             )
-    usual_in_flight, usual_us = _USUAL[prefetch_by]
     stored = None if predictor is None else _predictor(predictor)
     known = Assumptions(
         step_s=1e-3 * step_ms,
@@ -136,13 +134,11 @@ def simulate(
             fetch_bytes_per_s=1e9 * fetch_gb,
             launch_s=1e-6 * launch_us,
             prefetch_by=prefetch_by,
-            delay_s=1e-6 * (usual_us if delay_us is None else delay_us),
+            delay_s=1e-6 * (_USUAL_US[prefetch_by] if delay_us is None else delay_us),
             dma_bytes_per_s=1e9 * (dma_gb or 52.0),
             slack=slack or 0.0,
         ),
-        rules=Prefetching(
-            in_flight=in_flight or usual_in_flight, budget=budget, least=least, every=every
-        ),
+        rules=Prefetching(in_flight=in_flight, budget=budget, least=least, every=every),
         look_ahead=read_accuracy(look_ahead),
         forecast=forecast,
         predictor=None if stored is None else _foresight(stored),

@@ -109,16 +109,13 @@ DmaOption = Annotated[
 LaunchOption = Annotated[float, _number("--launch-us", "US", 0, 1e6, "Until a fetch moves bytes.")]
 DelayOption = Annotated[
     float | None,
-    _number("--delay-us", "US", 0, 1e6, "From a request to its copy; 3 by gpu, 40 by thread."),
+    _number("--delay-us", "US", 0, 1e6, "From a request to its copy; 12 by gpu, 40 by thread."),
 ]
 LeastOption = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable.")]
 BudgetOption = Annotated[
     int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")
 ]
-InFlightOption = Annotated[
-    int | None,
-    _number("--in-flight", "N", 1, 64, "Most prefetches under way; 1 by gpu, 2 by thread."),
-]
+InFlightOption = Annotated[int, _number("--in-flight", "N", 1, 64, "Most prefetches under way.")]
 EveryOption = Annotated[int, _number("--every", "N", 1, 1024, "Ask behind one of N layers.")]
 SlackOption = Annotated[
     float | None, _number("--slack", "X", 0, 1, "Lateness allowed by thread, in fetches; 0.")

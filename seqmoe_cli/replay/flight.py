@@ -21,7 +21,7 @@ class Prefetching:
     than `least` is left alone."""
 
     source: Prefetch | None = None
-    in_flight: int = 1
+    in_flight: int = 2
     budget: int = 64
     least: float = 0.25
     every: int = 1

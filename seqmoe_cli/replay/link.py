@@ -34,7 +34,7 @@ class Link:
     fetch_bytes_per_s: float = 48e9
     launch_s: float = 1.2e-6
     prefetch_by: str = "gpu"
-    delay_s: float = 3e-6
+    delay_s: float = 12e-6
     dma_bytes_per_s: float = 52e9
     slack: float = 0.0
     fetch_share: float = 0.37  # 116 us became 314 us
@@ -129,9 +129,9 @@ class CourierClock(LinkClock):
     done in time is worth having."""
 
     def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
-        """The engine's rule: what is wanted first, the most profitable of it first."""
+        """The engine's rule: one behind an event, the most profitable of what is wanted first."""
         able = np.flatnonzero(seconds >= self.ready_s())
-        return able[np.lexsort((-profit[able], seconds[able]))][:most]
+        return able[np.lexsort((-profit[able], seconds[able]))][: min(most, 1)]
 
     def fetch(self, num: int) -> None:
         self.now += self.link.launch_s + num * self.link.fetch_s

@@ -80,10 +80,10 @@ def test_prefetch_levels(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "stall_ms", "on_time", "loads"),
     [
-        (f"--pool 45% {MEASURED}", 0.5946, 97.27, 15.93),
-        (f"--pool 45% {MEASURED} --delay-us 5", 0.6021, 97.27, 15.89),
-        (f"--pool 45% {MEASURED} --in-flight 2", 0.5951, 97.24, 16.84),
-        (f"--pool 25% {MEASURED}", 3.5384, 85.05, 51.84),
+        (f"--pool 45% {MEASURED}", 0.6103, 97.18, 16.57),
+        (f"--pool 45% {MEASURED} --delay-us 3", 0.5887, 97.27, 16.70),
+        (f"--pool 45% {MEASURED} --in-flight 1", 0.6546, 96.98, 15.20),
+        (f"--pool 25% {MEASURED}", 3.6815, 84.92, 53.60),
         ("--pool 45% --prefetch-by thread", 0.8343, 97.30, 15.22),
         ("--pool 45% --prefetch-by thread --delay-us 25 --slack 1", 0.7663, 97.59, 18.03),
         ("--pool 25% --prefetch-by thread", 4.4667, 85.21, 51.59),
@@ -108,7 +108,7 @@ def test_prefetch_by_gpu_and_by_thread(
 def test_who_copies_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(small), *SMALL, "--prefetch", "off,lookahead"]
     assert (
-        "\nprefetches by gpu, at most 1 under way, at 40 GB/s, 3 us after the request\n"
+        "\nprefetches by gpu, at most 2 under way, at 40 GB/s, 12 us after the request\n"
         in simulate(capsys, *argv, "--fetch-gb", "40")
     )
     assert (

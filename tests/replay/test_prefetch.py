@@ -111,12 +111,12 @@ def test_counts_forecast_what_they_have_seen() -> None:
     assert not Persistence(real)(0).any() and not Popularity(real)(0).any()
 
 
-@by_both
-def test_who_knows_the_future_misses_nothing_but_the_first_event(by: str) -> None:
-    real = Routing(random_trace(1, 40, 6, 20, 3))
+@pytest.mark.parametrize(("by", "top_k"), [("gpu", 1), ("thread", 3)])  # asked for by an event
+def test_who_knows_the_future_misses_nothing_but_the_first_event(by: str, top_k: int) -> None:
+    real = Routing(random_trace(1, 40, 6, 20, top_k))
     rules = Prefetching(OraclePrefetch(real), in_flight=64, budget=10_000)
     done = replay(real, 60, belady, replace(FAST, prefetch_by=by), rules)
-    assert done.loads.sum() == done.loads[0, 0] == 3
+    assert done.loads.sum() == done.loads[0, 0] == top_k
     assert done.used.sum() == done.copies.sum() > 0
     assert done.hit_rate(slice(1, None)) == 1
 
@@ -129,15 +129,15 @@ def test_nothing_is_asked_for_that_cannot_be_in_time(by: str) -> None:
     assert done.loads.tolist() == replay(real, 60, lru).loads.tolist()
 
 
-@by_both
-def test_copies_are_asked_for_behind_one_of_several_layers(by: str) -> None:
+@pytest.mark.parametrize(("by", "most"), [("gpu", 1), ("thread", 2)])
+def test_copies_are_asked_for_behind_one_of_several_layers(by: str, most: int) -> None:
     real = Routing(random_trace(1, 40, 6, 20, 3))
     link = replace(FAST, prefetch_by=by)
     often, seldom = (
         replay(real, 60, belady, link, Prefetching(OraclePrefetch(real), in_flight=2, every=every))
         for every in (1, 3)
     )
-    assert 0 < seldom.copies.max() <= 2 * 2 < often.copies.max()  # two layers of six, two each
+    assert 0 < seldom.copies.max() <= 2 * most < often.copies.max()  # two layers of six
 
 
 def test_a_late_copy_is_a_miss() -> None:
