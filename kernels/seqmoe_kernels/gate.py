@@ -87,7 +87,8 @@ def close_gate(gate):
 
 @triton.jit
 def open_gate(gate, layer):
-    """What kernels before this one have done is seen inside."""
+    """What kernels before this one have done is seen inside: they have ended, which is why this need
+    not release anything."""
     tl.atomic_xchg(gate, (layer << _LAYER_SHIFT) | _OPEN, sem="relaxed")
 
 

@@ -1,5 +1,5 @@
 """Asking for prefetches: which experts the next layers will want, whose slots they get, and the
-requests that leave for the host. Part of the launch of `fetch`, behind a layer's lookup.
+requests that leave for who copies: a part of `ask_beside`, or of the launch of `fetch`.
 
 The routers of the next layers on the present state name experts (look-ahead). Those that are absent
 and can land in time are asked for, if enough of the names so many layers ahead have been right: the
@@ -175,7 +175,7 @@ def _assign_reference(
 
 @triton.jit
 def _start(expert, victim, event, due, free, number, pool, flights, prospects):
-    """Give the slot `victim` to a prefetch of `expert`, and ask the host for it."""
+    """Give the slot `victim` to a prefetch of `expert`, and ask for it."""
     old = tl.load(pool.owner + victim)
     tag = tl.load(pool.assigned_tag + victim) + 1
     tl.debug_barrier()

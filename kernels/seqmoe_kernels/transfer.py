@@ -1,5 +1,5 @@
 """Fetching missed experts: records of the host store are copied into their slots. When there are
-prefetches, the same launch asks for those of the next layers."""
+prefetches, the same launch asks for those of the next layers, or lets the courier ask."""
 
 from __future__ import annotations
 
