@@ -87,8 +87,8 @@ def close_gate(gate):
 
 @triton.jit
 def open_gate(gate, layer):
-    """What kernels before this one have done is seen inside: they have ended, which is why this need
-    not release anything."""
+    """What kernels before this one have done is seen inside: they have ended, so that nothing has
+    to be released."""
     tl.atomic_xchg(gate, (layer << _LAYER_SHIFT) | _OPEN, sem="relaxed")
 
 
