@@ -96,14 +96,14 @@ def assert_same(side: Side, expected: Side) -> None:
 
 
 @pytest.mark.parametrize("num_slots,hinted", [(9, False), (25, False), (25, True)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: int) -> None:
     """Exact equality of everything. Now and then nothing is asked behind a layer, nothing copied,
     or not before the event is over."""
     gen = torch.Generator().manual_seed(seed)
     sides = Side(num_slots, CPU, False), Side(num_slots, device, True)
     asking = Asking(EXPERTS, NAMES - 1, None, hinted)
-    for _ in range(4):
+    for _ in range(2):
         if hinted:
             expected = torch.rand(1, LAYERS * EXPERTS, generator=gen)
             for side in sides:
