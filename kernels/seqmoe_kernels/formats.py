@@ -24,7 +24,7 @@ CUT_BYTES = 12
 # Experts that the steps lacked whose victims were chosen by a forecast (misses, or prefetch hits),
 # and how many it would have been by decayed counts.
 MISSED_BY_FORECAST, MISSED_BY_COUNTS = range(13, 15)
-# Steps to whose end a courier did not see.
+# Steps whose end a courier did not see.
 GAVE_UP = 15
 NUM_COUNTERS = 16
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
