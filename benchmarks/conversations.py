@@ -16,7 +16,6 @@ import torch
 from benchmarks.agreement import COMPARED_TOKENS, Comparison, WatchedEngine, require
 from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.console import make_console, printable
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.sampling import SamplingSettings
 from seqmoe_cli.chat.session import Message, Session, render
@@ -24,7 +23,8 @@ from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.decode_graph import GraphSteps
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
+from seqmoe_cli.terminal.console import make_console, printable
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 KNOBS = {
     "temp": ("0", "0.3", "0.8", "1.5"),

@@ -13,8 +13,8 @@ import torch
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.packed import PackedModel
 
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

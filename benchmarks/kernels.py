@@ -46,8 +46,8 @@ from seqmoe_kernels import (
     rms_norm,
     sample,
 )
-from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
-from seqmoe_kernels.formats import NUM_MARKS
+from seqmoe_kernels.experts.mlp import down_triton, gate_up_triton
+from seqmoe_kernels.state import NUM_MARKS
 
 HIDDEN, INTER, EXPERTS, TOP_K, LAYERS, VOCAB = 2048, 768, 128, 8, 48, 151936
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.formats import ExpertFormat
-from seqmoe_kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.state import ExpertFormat
 
 ROWS, NUM_WARPS = 8, 2
 

@@ -4,7 +4,7 @@
 
 Prints the best of each kernel; times are those of kernels.py. With --compile nothing is measured:
 several such processes, one for each NAME, fill Triton's cache sooner than the measurement alone. A
-choice that is better everywhere belongs into `seqmoe_kernels.tiling`.
+choice that is better everywhere belongs into `seqmoe_kernels.dense.tiling`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from benchmarks.kernels import (
     random_slots,
 )
 from seqmoe_kernels import Matrix, Norm
-from seqmoe_kernels.expert_mlp import down_triton, gate_up_triton
-from seqmoe_kernels.gemv import linears_triton
-from seqmoe_kernels.tiling import RowTiling
+from seqmoe_kernels.dense.linear import linears_triton
+from seqmoe_kernels.dense.tiling import RowTiling
+from seqmoe_kernels.experts.mlp import down_triton, gate_up_triton
 
 
 class Subject(NamedTuple):

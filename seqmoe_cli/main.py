@@ -19,7 +19,6 @@ from seqmoe_cli.commands.convert import convert
 from seqmoe_cli.commands.doctor import doctor
 from seqmoe_cli.commands.info import info
 from seqmoe_cli.commands.perplexity import perplexity
-from seqmoe_cli.commands.simulate import simulate
 from seqmoe_cli.commands.trace import trace
 from seqmoe_cli.commands.train import train
 from seqmoe_cli.environment import prepare_torch
@@ -30,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (chat, bench, convert, info, doctor, perplexity, trace, simulate, train):
+for _command in (chat, bench, convert, info, doctor, perplexity, trace, train):
     app.command()(_command)
 
 
@@ -49,14 +48,19 @@ def seqmoe(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `seqmoe` with `argv` (default: the process's own) and return its exit code: 0, 1 for a
-    failure, 2 for wrong usage, 130 when interrupted. A bug leaves as the exception it is."""
+    """Run `seqmoe` with `argv` (default: the process's own) and return its exit code."""
+    return run(app, "seqmoe", argv)
+
+
+def run(program: typer.Typer, name: str, argv: list[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0, 1 for a failure, 2 for wrong usage, 130 when
+    interrupted. A bug leaves as the exception it is."""
     prepare_torch()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
     if sys.stdout is None:  # closed by the caller: files opened later would take its place
         return _fail("standard output is closed", "redirect it to a file or to /dev/null", 1)
-    code = _run(argv)
+    code = _run(program, name, argv)
     if code == 130 and argv is None:  # pressed again while the interpreter ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -66,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _run(argv: list[str] | None) -> int:
+def _run(program: typer.Typer, name: str, argv: list[str] | None) -> int:
     try:
-        code = get_command(app).main(args=argv, prog_name="seqmoe", standalone_mode=False)
+        code = get_command(program).main(args=argv, prog_name=name, standalone_mode=False)
     except SeqmoeError as error:
         return _fail(error.message, error.hint, 2 if isinstance(error, UsageError) else 1)
     except typer.TyperException as error:

@@ -5,12 +5,33 @@ A leaf package: it knows tensors, ints and the structures of `formats`, no model
 
 from __future__ import annotations
 
-from seqmoe_kernels.attention_step import attention_step
-from seqmoe_kernels.choice import Chosen, RecordedIds, Routing, choose
-from seqmoe_kernels.courier import ask_beside, copy_beside
-from seqmoe_kernels.expert_mlp import expert_mlp
-from seqmoe_kernels.expert_pairs import expert_pairs
-from seqmoe_kernels.formats import (
+from seqmoe_kernels.attention.decode import attention_step
+from seqmoe_kernels.attention.rope import Rotation, rotary
+from seqmoe_kernels.dense.linear import Matrix, linear, linears
+from seqmoe_kernels.dense.norm import Norm, rms_norm
+from seqmoe_kernels.dense.norm_linear import normed_linear
+from seqmoe_kernels.experts.combine import combine
+from seqmoe_kernels.experts.mlp import expert_mlp
+from seqmoe_kernels.experts.prefill import expert_pairs
+from seqmoe_kernels.formats.fp8_block import dequantize
+from seqmoe_kernels.pool.choose import Chosen, RecordedIds, Routing, choose
+from seqmoe_kernels.pool.fetch import Prefetching, fetch
+from seqmoe_kernels.pool.lock import Handover
+from seqmoe_kernels.pool.resolve import Resolved, resolve
+from seqmoe_kernels.pool.route import route
+from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish, read_entry
+from seqmoe_kernels.pool.verify import Fault, verify_slots
+from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows
+from seqmoe_kernels.predictor.gru import GruWeights, gru_step
+from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
+from seqmoe_kernels.predictor.horizons import window_vectors
+from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates
+from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefetches
+from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
+from seqmoe_kernels.prefetch.schedule import Request, read_request
+from seqmoe_kernels.sampling.sample import sample
+from seqmoe_kernels.sampling.state import SamplingState
+from seqmoe_kernels.state import (
     EMPTY,
     FETCHING,
     HITS,
@@ -21,27 +42,6 @@ from seqmoe_kernels.formats import (
     Flights,
     PoolState,
 )
-from seqmoe_kernels.fp8 import dequantize
-from seqmoe_kernels.gate import Courier
-from seqmoe_kernels.gemv import Matrix, linear, linears
-from seqmoe_kernels.gru import GruWeights, gru_step
-from seqmoe_kernels.hints import Expectation, note_hints
-from seqmoe_kernels.lookahead import Ahead, Asking
-from seqmoe_kernels.lookup import Resolved, resolve
-from seqmoe_kernels.mixture import combine
-from seqmoe_kernels.norm import Norm, rms_norm
-from seqmoe_kernels.normed import normed_linear
-from seqmoe_kernels.outlook import ExpertHeads, UseHistory, expected_uses
-from seqmoe_kernels.proof import Fault, verify_slots
-from seqmoe_kernels.publish import ENTRY_WORDS, begin_step, publish, read_entry
-from seqmoe_kernels.requests import Request, read_request
-from seqmoe_kernels.rope import Rotation, rotary
-from seqmoe_kernels.router import route
-from seqmoe_kernels.row_sums import HiddenInput, TokenInput, sum_rows
-from seqmoe_kernels.sampling import sample
-from seqmoe_kernels.sampling_state import SamplingState
-from seqmoe_kernels.transfer import Prefetching, fetch
-from seqmoe_kernels.windows import window_vectors
 
 __all__ = [
     "EMPTY",
@@ -54,13 +54,12 @@ __all__ = [
     "Ahead",
     "Asking",
     "Chosen",
-    "Courier",
-    "Expectation",
     "ExpertFormat",
     "ExpertHeads",
     "Fault",
     "Flights",
     "GruWeights",
+    "Handover",
     "HiddenInput",
     "Matrix",
     "Norm",
@@ -72,14 +71,14 @@ __all__ = [
     "Rotation",
     "Routing",
     "SamplingState",
+    "StepForecast",
     "TokenInput",
     "UseHistory",
-    "ask_beside",
     "attention_step",
     "begin_step",
     "choose",
     "combine",
-    "copy_beside",
+    "copy_prefetches",
     "dequantize",
     "expected_uses",
     "expert_mlp",
@@ -89,7 +88,7 @@ __all__ = [
     "linear",
     "linears",
     "normed_linear",
-    "note_hints",
+    "pick_candidates",
     "publish",
     "read_entry",
     "read_request",
@@ -98,6 +97,7 @@ __all__ = [
     "rotary",
     "route",
     "sample",
+    "schedule_prefetches",
     "sum_rows",
     "verify_slots",
     "window_vectors",

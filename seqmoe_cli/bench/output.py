@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from seqmoe_cli.bench.formats import csv_lines, json_array, json_lines
 from seqmoe_cli.bench.inventory import readable_count
 from seqmoe_cli.bench.rows import Row, pool_name
+from seqmoe_cli.terminal.formats import csv_lines, json_array, json_lines
 from seqmoe_weights.files import readable_size
 
 

@@ -16,7 +16,7 @@ from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate, mean_step_s
 from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.foresight import predictor_for
+from seqmoe_cli.engine.forecaster import predictor_for
 from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, gib, plan_memory
 from seqmoe_cli.errors import PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.forecast.stored import StoredPredictor
@@ -92,9 +92,9 @@ class Session:
         for option in options:
             option = replace(option, ctx_size=ctx_size)
             plan = plan_memory(source, option)
-            if plan.foresees and predictor is None and not _is_simulated(source, option, routing):
+            if plan.forecasts and predictor is None and not _is_simulated(source, option, routing):
                 predictor = _predictor(source, option, routing)
-            setup = Setup(option, plan, predictor if plan.foresees else None)
+            setup = Setup(option, plan, predictor if plan.forecasts else None)
             setups.setdefault(setup.key, setup)
         if predictor is None and any(option.predictor for option in options):
             raise SeqmoeError(

@@ -18,9 +18,9 @@ from seqmoe_cli.bench.shapes import find_shape
 from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.engine.engine import Engine, LoadProgress
 from seqmoe_cli.engine.memory import MemoryPlan
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.packed import PackedModel

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from seqmoe_cli.chat.session import Prompt, check_vocabulary
 from seqmoe_cli.chat.thinking import TAGS, ThinkSplitter
 from seqmoe_cli.engine.stats import TurnStats
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.console import is_terminal, make_console, printable
 from seqmoe_cli.chat.keyboard import Interrupts
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.chat.stream import AnswerView
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.terminal.console import is_terminal, make_console, printable
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -89,7 +89,7 @@ def report(
         "misses_per_token": stats.misses_per_token,
         "fetched_bytes": stats.fetched_bytes,
         "policy": engine.pool.policy,
-        "forecast_trust": None if engine.foresight is None else engine.foresight.trust(),
+        "forecast_trust": None if engine.forecaster is None else engine.forecaster.trust(),
         "eviction_status": engine.eviction.status if engine.eviction else "off",
         "eviction_rested_tokens": stats.decode.unforeseen_tokens,
         "eviction_saved_misses": stats.decode.eviction_saved_misses,

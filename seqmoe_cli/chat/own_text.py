@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.session import Message, Prompt, check_vocabulary, render
 from seqmoe_cli.chat.template import ChatTemplate
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine

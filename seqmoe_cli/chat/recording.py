@@ -10,9 +10,9 @@ from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.prompt_file import Conversation
 from seqmoe_cli.chat.session import Message, Prompt, check_length, render
 from seqmoe_cli.chat.template import ChatTemplate
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqmoe_cli.engine.tokenizer import read_json_object
 from seqmoe_cli.errors import CheckpointError, UsageError
 from seqmoe_cli.settings import SamplingParams, check_range
+from seqmoe_cli.text.tokenizer import read_json_object
 
 Value = int | float | None
 GENERATION_CONFIG = "generation_config.json"

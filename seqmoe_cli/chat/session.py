@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from seqmoe_cli.chat.template import ChatTemplate, opens_thinking
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import PackedModelError, PromptError
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 """One message as templates take it: `role` and `content`."""

@@ -184,8 +184,8 @@ def _stats(chat: Chat, argument: str) -> None:
     worth = chat.engine.eviction and chat.engine.eviction.switch.verdict
     if worth:
         lines.append(eviction_line(worth.saved_misses, worth.saved_stall_s, worth.saved))
-    if chat.engine.foresight is not None:
-        shares = "/".join(f"{share:.0%}" for share in chat.engine.foresight.trust())
+    if chat.engine.forecaster is not None:
+        shares = "/".join(f"{share:.0%}" for share in chat.engine.forecaster.trust())
         lines.append(f"the predictor is trusted {shares} for the steps 1/2/3-4/5-8 ahead")
     chat.say("\n".join(lines))
 

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from seqmoe_cli.chat.console import printable
+from seqmoe_cli.terminal.console import printable
 
 _STATUS_STYLE = "dim"
 

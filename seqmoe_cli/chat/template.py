@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from seqmoe_cli.chat.thinking import OPEN_TAG
-from seqmoe_cli.engine.tokenizer import read_json_object
 from seqmoe_cli.errors import CheckpointError, PromptError
+from seqmoe_cli.text.tokenizer import read_json_object
 
 THINK_CHOICES = ("auto", "on", "off")
 _TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"

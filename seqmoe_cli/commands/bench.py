@@ -23,9 +23,9 @@ from seqmoe_cli.commands.options import (
     flag,
     load_progress,
 )
-from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import POLICIES, PREFETCHES, check_range
+from seqmoe_cli.terminal.progress import status_line
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.matrix import Case

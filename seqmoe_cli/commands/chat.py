@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
+from seqmoe_cli.terminal.console import is_terminal, make_console
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,8 +155,8 @@ class _Launch:
         profile: bool,
     ) -> None:
         from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
-        from seqmoe_cli.engine.tokenizer import Tokenizer
         from seqmoe_cli.forecast.profile import UseProfile
+        from seqmoe_cli.text.tokenizer import Tokenizer
         from seqmoe_weights.packed import PackedModel
 
         packed = PackedModel.open(folder)

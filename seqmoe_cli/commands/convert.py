@@ -85,7 +85,7 @@ def _check_chat(source: Path) -> None:
     that cannot be used. A model without a template is no chat model, but can continue texts."""
     from seqmoe_cli.chat.sampling import checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
-    from seqmoe_cli.engine.tokenizer import Tokenizer
+    from seqmoe_cli.text.tokenizer import Tokenizer
 
     Tokenizer.open(source)
     checkpoint_settings(source)

@@ -76,7 +76,7 @@ def _show(checks: list[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from seqmoe_cli.chat.console import make_console
+    from seqmoe_cli.terminal.console import make_console
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in checks:

@@ -133,7 +133,7 @@ def generation_facts(folder: Path) -> Facts:
     """Sampling settings with their origin, what ends an answer, and whether chat is possible."""
     from seqmoe_cli.chat.sampling import KNOBS, SamplingSettings, checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
-    from seqmoe_cli.engine.tokenizer import Tokenizer
+    from seqmoe_cli.text.tokenizer import Tokenizer
 
     try:
         template: str | None = Path(ChatTemplate.open(folder).where).name
@@ -174,7 +174,7 @@ def show(facts: Facts) -> None:
     """Print the facts for people: a heading and aligned rows for each section."""
     from rich.text import Text
 
-    from seqmoe_cli.chat.console import make_console
+    from seqmoe_cli.terminal.console import make_console
 
     console = make_console(sys.stdout)
     for index, (heading, rows) in enumerate(sections(facts)):

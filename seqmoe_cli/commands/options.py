@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from seqmoe_cli import paths
-from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.errors import PackedModelError, SeqmoeError, UsageError, either
 from seqmoe_cli.settings import (
     DEVICES,
@@ -24,6 +23,7 @@ from seqmoe_cli.settings import (
     PoolSize,
     check_range,
 )
+from seqmoe_cli.terminal.console import is_terminal, make_console
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqmoe_cli.chat.console import is_terminal
 from seqmoe_cli.commands.options import (
     DEFAULTS,
     CtxOption,
@@ -23,8 +22,9 @@ from seqmoe_cli.commands.options import (
     find_model,
     opened_engine,
 )
-from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import PromptError, UsageError
+from seqmoe_cli.terminal.console import is_terminal
+from seqmoe_cli.terminal.progress import status_line
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.perplexity import Score
@@ -62,7 +62,7 @@ def perplexity(
 
     text = read_text("--file", str(file))
     folder = find_model(model)
-    from seqmoe_cli.engine.tokenizer import Tokenizer
+    from seqmoe_cli.text.tokenizer import Tokenizer
 
     ids = Tokenizer.open(folder).encode(text)
     if len(ids) < 2:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqmoe_cli.chat.console import is_terminal
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
-from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.settings import check_range
+from seqmoe_cli.terminal.console import is_terminal
+from seqmoe_cli.terminal.progress import status_line
 
 if TYPE_CHECKING:
     from seqmoe_cli.chat.sampling import Value
@@ -62,8 +62,8 @@ def trace(
     from seqmoe_cli.chat.recording import Interview
     from seqmoe_cli.chat.sampling import SamplingSettings, check_flags, checkpoint_settings
     from seqmoe_cli.chat.template import THINK_CHOICES, ChatTemplate
-    from seqmoe_cli.engine.tokenizer import Tokenizer
     from seqmoe_cli.forecast.recorder import TraceRecorder
+    from seqmoe_cli.text.tokenizer import Tokenizer
     from seqmoe_weights.packed import PackedModel
 
     sampling: dict[str, Value] = {

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqmoe_cli.chat.console import is_terminal, make_console
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
-from seqmoe_cli.commands.progress import status_line
 from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
+from seqmoe_cli.terminal.console import is_terminal, make_console
+from seqmoe_cli.terminal.progress import status_line
 
 if TYPE_CHECKING:
     import torch
 
     from seqmoe_cli.forecast.predictor import Predictor
+    from seqmoe_cli.forecast.recall import Recall
     from seqmoe_cli.forecast.trace import Trace
     from seqmoe_cli.forecast.training import Plan, Progress
-    from seqmoe_cli.replay.recall import Recall
     from seqmoe_weights.packed import PackedModel
 
 _Model = Annotated[
@@ -176,8 +176,8 @@ def _own_text(
     from seqmoe_cli.chat.own_text import OwnText
     from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
-    from seqmoe_cli.engine.tokenizer import Tokenizer
     from seqmoe_cli.forecast.recorder import TraceRecorder
+    from seqmoe_cli.text.tokenizer import Tokenizer
 
     assert packed is not None
     folder = packed.path
@@ -275,7 +275,7 @@ def _train(
 
 def _judge(predictor: Predictor, learned: Trace, judged: Trace) -> Recall:
     from seqmoe_cli.forecast.foreseen import Foreseen
-    from seqmoe_cli.replay.recall import recall
+    from seqmoe_cli.forecast.recall import recall
 
     with status_line() as tell:
         return recall(learned, judged, Foreseen(predictor, judged).blocks, tell=tell)
@@ -307,14 +307,14 @@ def _note_uses(packed: PackedModel, learned: Trace) -> None:
 
 
 def _facts_of_recall(found: Recall) -> dict[str, Any]:
-    from seqmoe_cli.replay.recall_table import recall_facts
+    from seqmoe_cli.forecast.recall_table import recall_facts
 
     scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
     return {"top": list(found.top), "recall": scores}
 
 
 def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
-    from seqmoe_cli.replay.recall_table import recall_facts, recall_tables
+    from seqmoe_cli.forecast.recall_table import recall_facts, recall_tables
 
     if as_json:
         facts = recall_facts(found)

@@ -146,7 +146,7 @@ class Decoding:
         """One step, operation by operation: what `issue` captures."""
         begin_step(self._pool.state)
         self._choose(self._forward.one(self._token))
-        self._forward.await_couriers()
+        self._forward.await_prefetches()
 
     def _choose(self, x: torch.Tensor) -> None:
         self._token.copy_(self._sampler(self._forward.head(x)[0]))

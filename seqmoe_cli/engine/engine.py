@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from seqmoe_cli.engine.decode_graph import Decoding, GraphSteps
-from seqmoe_cli.engine.foresight import Foresight, predictor_for
+from seqmoe_cli.engine.forecaster import Forecaster, predictor_for
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape, plan_memory
@@ -31,8 +31,8 @@ from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
 from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
-from seqmoe_kernels import Expectation, Routing
-from seqmoe_kernels.shadow import Shadow
+from seqmoe_kernels import Routing, StepForecast
+from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
@@ -78,24 +78,24 @@ class Engine:
             self.prefetch = Prefetch(self.pool, num_layers, routing, plan.prefetch_by)
             experts.prefetch = self.prefetch
             decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
-        self.foresight: Foresight | None = None
+        self.forecaster: Forecaster | None = None
         self.eviction: Eviction | None = None  # by a forecast
         use_graph = plan.device.type == "cuda" and not eager
-        if plan.foresees and predictor is not None:
-            self.foresight = Foresight(predictor, self.pool)
-            prospects = self.foresight.prospects
+        if plan.forecasts and predictor is not None:
+            self.forecaster = Forecaster(predictor, self.pool)
+            expected_use = self.forecaster.expected_use
             if use_graph:
-                self.foresight.issue = GraphSteps(self.foresight.read_one)
+                self.forecaster.issue = GraphSteps(self.forecaster.read_one)
             if policy == "forecast":
-                shadow = Shadow.unknown(self.config.num_routed_experts, plan.device)
-                self.eviction = Eviction(prospects, shadow)
-                experts.eviction = self.foresight.eviction = self.eviction
-            if self.prefetch is not None and self.prefetch.courier is not None:
-                courier = self.prefetch.courier._replace(used=self.foresight.used)
-                self.prefetch.courier = courier
+                ghost = GhostCache.unknown(self.config.num_routed_experts, plan.device)
+                self.eviction = Eviction(expected_use, ghost)
+                experts.eviction = self.forecaster.eviction = self.eviction
+            if self.prefetch is not None and self.prefetch.handover is not None:
+                handover = self.prefetch.handover._replace(used=self.forecaster.used)
+                self.prefetch.handover = handover
             if self.prefetch is not None and plan.prefetch == "full":
-                self.prefetch.expectation = Expectation(prospects.likely, None)
-        self._forward = Forward(decoder, self.kv, experts, self.foresight)
+                self.prefetch.step_forecast = StepForecast(expected_use.likely, None)
+        self._forward = Forward(decoder, self.kv, experts, self.forecaster)
         sampler = Sampler(self.config.vocab_size, plan.device)
         self._usage_before = self.pool.state.usage.clone()
         self.is_warm = False  # something was in the pool before the first answer
@@ -120,7 +120,7 @@ class Engine:
         model = PackedModel.open(path)
         plan = plan_memory(model, options)
         predictor = None
-        if plan.foresees:
+        if plan.forecasts:
             config = model.config
             stored = predictor_for(options, path, config, model.name, config.vocab_size)
             stored.check_model(model.name, model.weights_sha256)
@@ -238,7 +238,7 @@ class Engine:
         return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests, unforeseen)
 
     def _observe(self, costs: StepStats, gave_up: bool) -> None:
-        """Let eviction and prefetch learn from a decode step, a courier having given up before its
+        """Let eviction and prefetch learn from a decode step, a handover having given up before its
         end or not; say so once there will be no more prefetches."""
         if self.eviction is not None:
             prefetches = self.prefetch is not None and self.prefetch.is_on
@@ -286,8 +286,8 @@ class Engine:
     def reset_pool(self) -> None:
         """Make the pool cold, and forget what was foreseen for it."""
         self.pool.reset()
-        if self.foresight is not None:
-            self.foresight.reset()
+        if self.forecaster is not None:
+            self.forecaster.reset()
 
     def reset_kv(self) -> None:
         """Forget the conversation."""

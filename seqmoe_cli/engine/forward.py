@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from seqmoe_cli.engine.beside import Beside
-from seqmoe_cli.engine.foresight import Foresight
+from seqmoe_cli.engine.forecaster import Forecaster
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.forecast.recorder import TraceRecorder
@@ -30,19 +30,19 @@ class Forward:
         decoder: Decoder,
         kv: KVState,
         experts: PooledExperts,
-        foresight: Foresight | None = None,
+        forecaster: Forecaster | None = None,
     ) -> None:
         self.head = decoder.head
         self._decoder = decoder
         self._kv = kv
         self._experts = experts
-        self._foresight = foresight
-        if foresight is not None:
-            experts.used, experts.routed = foresight.used, foresight.routed
+        self._foresight = forecaster
+        if forecaster is not None:
+            experts.used, experts.routed = forecaster.used, forecaster.routed
         self._beside = Beside(kv.keys.device)
-        self._couriers = Beside(kv.keys.device, -1), Beside(kv.keys.device, -2)
-        self._are_couriers_out = False
-        self._expectation = None if experts.prefetch is None else experts.prefetch.expectation
+        self._prefetch_streams = Beside(kv.keys.device, -1), Beside(kv.keys.device, -2)
+        self._are_prefetches_out = False
+        self._expectation = None if experts.prefetch is None else experts.prefetch.step_forecast
         self._num_layers = decoder.config.num_hidden_layers
         self._recorder: TraceRecorder | None = None
 
@@ -61,8 +61,8 @@ class Forward:
         self._experts.replayed = routing
         if (prefetch := self._experts.prefetch) is not None:
             prefetch.predicted = None if routing is None else routing.named
-            foreseen = None if routing is None else routing.expectation
-            prefetch.expectation = foreseen or self._expectation
+            foreseen = None if routing is None else routing.step_forecast
+            prefetch.step_forecast = foreseen or self._expectation
         if self._foresight is not None:
             self._foresight.replayed = routing
 
@@ -112,34 +112,34 @@ class Forward:
         for n in range(self._num_layers):
             x = self._decoder.layer(n, x, self._kv, self._experts)
             if n == 0:
-                self._send_couriers()
+                self._start_prefetches()
         self._advance(1)
         if self._recorder is not None:
             self._tell_recorder([int(token)], x)
         return x
 
-    def await_couriers(self) -> None:
+    def await_prefetches(self) -> None:
         """What is queued from now on waits for what runs beside the step of `one`."""
-        if self._are_couriers_out:
-            for beside in self._couriers:
+        if self._are_prefetches_out:
+            for beside in self._prefetch_streams:
                 beside.join()
-        self._are_couriers_out = False
+        self._are_prefetches_out = False
 
-    def _send_couriers(self) -> None:
+    def _start_prefetches(self) -> None:
         """Prefetches are asked for and copied beside the layers that are still to come."""
-        prefetch, prospects = self._experts.prefetch, self._experts.prospects
-        if prefetch is None or prefetch.courier is None or not prefetch.is_on:
+        prefetch, expected_use = self._experts.prefetch, self._experts.expected_use
+        if prefetch is None or prefetch.handover is None or not prefetch.is_on:
             return
-        ask, copy = self._couriers
-        ask.fork(lambda: prefetch.ask(prospects))
+        ask, copy = self._prefetch_streams
+        ask.fork(lambda: prefetch.ask(expected_use))
         copy.fork(prefetch.copy)
-        self._are_couriers_out = True
+        self._are_prefetches_out = True
 
     @property
     def kind(self) -> tuple[bool, bool]:
         """What makes a step another one, with other kernels: whether prefetch is on, and whether a
         forecast chooses victims."""
-        return self._experts.pool.flights is not None, self._experts.prospects is not None
+        return self._experts.pool.flights is not None, self._experts.expected_use is not None
 
     @property
     def _is_foresight_wanted(self) -> bool:

@@ -49,7 +49,7 @@ class PlanLine:
 class MemoryPlan:
     """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory.
     `prefetch`: what becomes of `EngineOptions.prefetch`, and `prefetch_by` "gpu" or "thread";
-    `foresees`: a predictor runs along. What they need is in `workspace_bytes`."""
+    `forecasts`: a predictor runs along. What they need is in `workspace_bytes`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class MemoryPlan:
     fallbacks: tuple[str, ...]
     prefetch: str = "off"
     prefetch_by: str = "thread"
-    foresees: bool = False
+    forecasts: bool = False
 
     @property
     def has_victims(self) -> bool:
@@ -111,8 +111,8 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
     )
     prefetch, why_not = _prefetch(model.config, options, num_slots)
     fallbacks += why_not
-    foresees = prefetch == "full" or options.policy == "forecast"
-    foresees &= num_slots < model.config.num_routed_experts
+    forecasts = prefetch == "full" or options.policy == "forecast"
+    forecasts &= num_slots < model.config.num_routed_experts
     plan = MemoryPlan(
         device=device,
         dtype=dtype,
@@ -121,7 +121,7 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
         record_bytes=model.layout.record_bytes,
         resident_bytes=resident,
         kv_bytes=kv,
-        workspace_bytes=workspace + _forecast_bytes(model.config, prefetch, foresees, dtype),
+        workspace_bytes=workspace + _forecast_bytes(model.config, prefetch, forecasts, dtype),
         budget_bytes=budget,
         records_bytes=records,
         pool_reason=pool_reason,
@@ -129,7 +129,7 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
         fallbacks=tuple(fallbacks),
         prefetch=prefetch,
         prefetch_by=_prefetch_by(options.prefetch_by, device),
-        foresees=foresees,
+        forecasts=forecasts,
     )
     _check_fits(plan)
     return plan
@@ -155,10 +155,10 @@ def _prefetch_by(wanted: str, device: torch.device) -> str:
     return wanted
 
 
-def _forecast_bytes(config: ModelConfig, prefetch: str, foresees: bool, dtype: torch.dtype) -> int:
+def _forecast_bytes(config: ModelConfig, prefetch: str, forecasts: bool, dtype: torch.dtype) -> int:
     """Of the routers that look ahead, and of a predictor with what comes of it."""
     routers = look_ahead_bytes(config, DISTANCE, dtype) if prefetch != "off" else 0
-    return routers + foresees * (MAX_BYTES + PROSPECT_BYTES * config.num_routed_experts)
+    return routers + forecasts * (MAX_BYTES + PROSPECT_BYTES * config.num_routed_experts)
 
 
 def _resident_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from seqmoe_cli.residency.switch import GAIN, MOST_REST, REST, SETTLE
-from seqmoe_kernels.prospects import Prospects
-from seqmoe_kernels.shadow import Shadow
+from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.eviction.ghost_cache import GhostCache
 
 WINDOW = 64  # steps that are judged together, or as many more as it takes to
 MIN_MISSES = 64  # see so many misses,
@@ -81,7 +81,7 @@ class EvictionSwitch:
     after a rest.
 
     Window by window, what it saves is compared with what its kernels cost: misses by those that
-    the shadow of the pool counts, each worth what a miss took in the same steps; kernels by the
+    the ghost of the pool counts, each worth what a miss took in the same steps; kernels by the
     computing time of steps without, which are either those of the last rest or some that are put
     in. A pool turns over slowly, so that misses of steps with and without a forecast could not be
     compared themselves. Prefetch changes the computing: only steps with as much of it are.
@@ -148,21 +148,21 @@ class EvictionSwitch:
 
 
 class Eviction:
-    """Whose prospects are poorest leaves the pool, while the switch is on; while it is not, who has
+    """Whose expected_use are poorest leaves the pool, while the switch is on; while it is not, who has
     the smallest decayed count, and nothing is forecast for it."""
 
-    def __init__(self, prospects: Prospects, shadow: Shadow) -> None:
+    def __init__(self, expected_use: ExpectedUse, ghost: GhostCache) -> None:
         self.switch = EvictionSwitch()
         self.is_on = True
-        self._prospects, self._shadow, self._is_held = prospects, shadow, False
+        self._prospects, self._shadow, self._is_held = expected_use, ghost, False
 
     @property
-    def prospects(self) -> Prospects | None:
+    def expected_use(self) -> ExpectedUse | None:
         """By which victims are chosen; None while it rests."""
         return self._prospects if self.is_on else None
 
     @property
-    def shadow(self) -> Shadow | None:
+    def ghost(self) -> GhostCache | None:
         """That of the pool; None while it is at rest, when both would be the same."""
         return self._shadow if self.is_on else None
 

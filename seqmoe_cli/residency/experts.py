@@ -19,7 +19,7 @@ from seqmoe_kernels import (
     expert_pairs,
     route,
 )
-from seqmoe_kernels.prospects import Prospects
+from seqmoe_kernels.eviction.expected_use import ExpectedUse
 
 SEED_TOKENS = 16  # of a prompt, its last ones, whose experts are kept for the answer
 RoutingObserver = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -46,9 +46,9 @@ class PooledExperts:
         self.routed: torch.Tensor | None = None  # int32 [n, L, K], those of the last of many tokens
 
     @property
-    def prospects(self) -> Prospects | None:
+    def expected_use(self) -> ExpectedUse | None:
         """By which victims are chosen; None: by the pool's own scores."""
-        return None if self.eviction is None else self.eviction.prospects
+        return None if self.eviction is None else self.eviction.expected_use
 
     def __call__(
         self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
@@ -79,23 +79,23 @@ class PooledExperts:
         """One token: its K experts are distinct and fit any pool, and nothing is waited for."""
         recorded = None if self.replayed is None else self.replayed.recorded
         flights = self.pool.flights
-        courier = None if self.prefetch is None or flights is None else self.prefetch.courier
+        handover = None if self.prefetch is None or flights is None else self.prefetch.handover
         own, later = logits.tensor_split([self.routing.num_experts], dim=1)
         if self.ready is not None:
             self.ready()
             self.ready = None
-        state, prospects = self.pool.state, self.prospects
+        state, expected_use = self.pool.state, self.expected_use
         chosen = choose(
-            own if courier is None else logits, layer, self.routing, state, recorded, flights,
-            prospects, self.used if courier is None else courier.used, courier,
+            own if handover is None else logits, layer, self.routing, state, recorded, flights,
+            expected_use, self.used if handover is None else handover.used, handover,
         )  # fmt: skip
         if self.observer is not None:
             ids = chosen.wanted - layer * self.routing.num_experts
             self.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
         ahead = None
-        if self.prefetch is not None and flights is not None and courier is None:
-            ahead = self.prefetch.ahead(layer, later, chosen, prospects)
-        self.pool.fetch(chosen.wanted, chosen.resolved, ahead, courier, layer)
+        if self.prefetch is not None and flights is not None and handover is None:
+            ahead = self.prefetch.ahead(layer, later, chosen, expected_use)
+        self.pool.fetch(chosen.wanted, chosen.resolved, ahead, handover, layer)
         return expert_mlp(x, h, self.pool.slots, chosen.resolved, chosen.weights, self.fmt)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:

@@ -17,16 +17,19 @@ from seqmoe_cli.residency.policies import (
 )
 from seqmoe_kernels import (
     Ahead,
-    Courier,
     Fault,
     Flights,
+    Handover,
     Prefetching,
     Resolved,
     fetch,
     resolve,
     verify_slots,
 )
-from seqmoe_kernels.formats import (
+from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.pool.step_ring import VALUE_BITS
+from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS
+from seqmoe_kernels.state import (
     CUT_BYTES,
     DROPPED,
     EMPTY,
@@ -47,9 +50,6 @@ from seqmoe_kernels.formats import (
     STEP_NS,
     PoolState,
 )
-from seqmoe_kernels.proof import MAX_VERIFIED_EXPERTS
-from seqmoe_kernels.prospects import Prospects
-from seqmoe_kernels.publish import VALUE_BITS
 
 MAX_WAVE = 256  # experts that one event takes
 _SHOWN = (  # the fields of PoolCounters
@@ -59,11 +59,11 @@ _SHOWN = (  # the fields of PoolCounters
 )
 
 
-def make_prospects(num_experts: int, num_slots: int, device: torch.device) -> Prospects:
+def make_expected_use(num_experts: int, num_slots: int, device: torch.device) -> ExpectedUse:
     """For the policy `forecast`: nothing is known yet."""
     weights, tail = discounted()
     numbers = torch.tensor([*weights.tolist(), tail, uses_per_count()])
-    return Prospects.unknown(num_experts, num_slots, torch.from_numpy(EXP2), numbers, device)
+    return ExpectedUse.unknown(num_experts, num_slots, torch.from_numpy(EXP2), numbers, device)
 
 
 class PoolCounters(NamedTuple):
@@ -185,15 +185,15 @@ class ExpertPool:
         flat_ids: torch.Tensor,
         resolved: Resolved,
         ahead: Ahead | None = None,
-        courier: Courier | None = None,
+        handover: Handover | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
         """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]. What is
-        `ahead` may be asked for, or the `courier` may ask behind `layer`."""
+        `ahead` may be asked for, or the `handover` may ask behind `layer`."""
         misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
         beside = None
         if self.flights is not None:
-            beside = Prefetching(self.state, self.flights, ahead, courier, layer)
+            beside = Prefetching(self.state, self.flights, ahead, handover, layer)
         fetch(self.records, self.slots, *misses, self.state.marks, beside)
         if self.stamps:
             slots, counters = resolved.slots, self.state.counters

@@ -15,17 +15,18 @@ from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
 from seqmoe_kernels import (
     Ahead,
     Asking,
-    Courier,
-    Expectation,
     Flights,
+    Handover,
     Routing,
-    ask_beside,
-    copy_beside,
+    StepForecast,
+    copy_prefetches,
     fetch,
-    note_hints,
+    pick_candidates,
+    schedule_prefetches,
 )
-from seqmoe_kernels.choice import Chosen, RecordedIds
-from seqmoe_kernels.formats import (
+from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.pool.choose import Chosen, RecordedIds
+from seqmoe_kernels.state import (
     CERTAIN,
     COPY_NS,
     DELAY_NS,
@@ -38,7 +39,6 @@ from seqmoe_kernels.formats import (
     PER_LAYER,
     SLACK_NS,
 )
-from seqmoe_kernels.prospects import Prospects
 
 DISTANCE = 4  # layers that look-ahead sees
 
@@ -55,7 +55,7 @@ class Way(NamedTuple):
     patience: float
 
 
-# A thread lets fetches pass, and is better dropped when it is late. What the courier has copied is
+# A thread lets fetches pass, and is better dropped when it is late. What the handover has copied is
 # there for good, and the rest of it comes as fast as a fetch.
 WAYS = {"thread": Way(2, 2, 30e-6, 0.5, 1.0), "gpu": Way(2, 1, 10e-6, 1.0, 4.0)}
 MOST_IN_FLIGHT = max(way.in_flight for way in WAYS.values())
@@ -63,7 +63,7 @@ LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
 TUNE_EVERY = 16  # steps
 _MEASURED = 8  # records
-_GIVE_UPS = 8  # of the courier, in steps one after the other, and it is not sent any more
+_GIVE_UPS = 8  # of the handover, in steps one after the other, and it is not sent any more
 
 
 def least_slots(top_k: int) -> int:
@@ -86,11 +86,11 @@ class Prefetch:
         device, (num_experts, top_k, _) = pool.slots.device, routing
         width, beside = 1 << (top_k - 1).bit_length(), by == "gpu"
         self.flights = Flights.none(num_layers, top_k, DISTANCE, width, device, beside)
-        self.courier: Courier | None = None
+        self.handover: Handover | None = None
         if beside:
-            self.courier = Courier.idle(num_layers, num_experts, top_k, DISTANCE, device)
+            self.handover = Handover.idle(num_layers, num_experts, top_k, DISTANCE, device)
         self.predicted: RecordedIds | None = None  # names experts in the place of the routers
-        self.expectation: Expectation | None = None  # of a forecast, beside look-ahead
+        self.step_forecast: StepForecast | None = None  # of a forecast, beside look-ahead
         self._pool, self._routing, self._num_layers = pool, routing, num_layers
         self._way = WAYS[by]
         self.copy_s, self.fetch_s = _measure(pool)
@@ -138,42 +138,44 @@ class Prefetch:
     def begin_step(self) -> None:
         """A step of one token begins: note whom the forecast expects, if there is one. Can be
         captured in a CUDA graph."""
-        if self.expectation is not None:
-            note_hints(self.expectation, self._pool.state, self.flights)
+        if self.step_forecast is not None:
+            pick_candidates(self.step_forecast, self._pool.state, self.flights)
 
     def ahead(
-        self, layer: int, logits: torch.Tensor, chosen: Chosen, prospects: Prospects | None
+        self, layer: int, logits: torch.Tensor, chosen: Chosen, expected_use: ExpectedUse | None
     ) -> Ahead:
         """What a fetch needs to ask for prefetches; `logits` are those of later routers, victims
-        are chosen by `prospects`."""
-        asking = self._asking(prospects)
+        are chosen by `expected_use`."""
+        asking = self._asking(expected_use)
         return Ahead(layer, logits, chosen.wanted, chosen.resolved.slots, asking)
 
-    def ask(self, prospects: Prospects | None) -> None:
+    def ask(self, expected_use: ExpectedUse | None) -> None:
         """The kernel that asks, to be queued beside a step's kernels behind its first layer."""
-        if self.courier is not None:
-            ask_beside(self._asking(prospects), self._pool.state, self.flights, self.courier)
+        if self.handover is not None:
+            schedule_prefetches(
+                self._asking(expected_use), self._pool.state, self.flights, self.handover
+            )
 
     def copy(self) -> None:
         """The kernel that copies, to be queued likewise, beside both."""
-        if self.courier is not None:
+        if self.handover is not None:
             pool = self._pool
-            copy_beside(pool.records, pool.slots, pool.state, self.flights, self.courier)
+            copy_prefetches(pool.records, pool.slots, pool.state, self.flights, self.handover)
 
-    def _asking(self, prospects: Prospects | None) -> Asking:
+    def _asking(self, expected_use: ExpectedUse | None) -> Asking:
         num_experts, top_k, _ = self._routing
-        hinted = self.expectation is not None
-        return Asking(num_experts, top_k, self.predicted, hinted, prospects)
+        hinted = self.step_forecast is not None
+        return Asking(num_experts, top_k, self.predicted, hinted, expected_use)
 
     def observe(self, step: StepCosts, gave_up: bool = False) -> None:
         """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom; and
-        whether the courier gave up before its end.
+        whether the handover gave up before its end.
 
         What is in time is told by the computing of a layer alone: many layers do not wait, and what
         comes late for those slows down the fetches of the others. And the more of a step's time the
         link is busy with fetches, the surer a use must be for a thread to copy: the time of a copy
         saves a fetch if it is used, and delays one if it is not, each as far as the link would have
-        been idle or busy. The courier delays none.
+        been idle or busy. The handover delays none.
         """
         if self.is_on:
             self._gave_up = (self._gave_up + 1) * gave_up

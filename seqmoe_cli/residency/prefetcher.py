@@ -17,7 +17,7 @@ import torch
 
 from seqmoe_cli.residency.driver import Driver
 from seqmoe_kernels import Flights, PoolState, Request, read_request
-from seqmoe_kernels.formats import NUM_REQUESTS
+from seqmoe_kernels.state import NUM_REQUESTS
 
 MAX_UNDER_WAY = 2  # more would only slow down the fetches beside them
 NAP_S = 5e-6  # between looks; a sleeping thread leaves the interpreter to others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from seqmoe_kernels import Expectation, RecordedIds
+from seqmoe_kernels import RecordedIds, StepForecast
 
 
 class ReplayedRouting:
@@ -32,9 +32,9 @@ class ReplayedRouting:
         self.named: RecordedIds | None = None
         if named is not None:
             self.named = RecordedIds(named.to(device, torch.int32).contiguous(), step)
-        self.expectation: Expectation | None = None
+        self.step_forecast: StepForecast | None = None
         if expected is not None:
-            self.expectation = Expectation(expected.to(device, torch.float32).contiguous(), step)
+            self.step_forecast = StepForecast(expected.to(device, torch.float32).contiguous(), step)
         self._tokens = None if tokens is None else tokens.to(device, torch.int64)
 
     def token(self, own: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.models import endless_model
 
 

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.console import make_console, printable
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.sampling import SamplingSettings, Setting, Value
 from seqmoe_cli.chat.session import Exchange, Session
 from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.residency.eviction import EvictionCosts
 from seqmoe_cli.residency.switch import COMPARE, SETTLE, TRY, StepCosts
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_cli.terminal.console import make_console, printable
+from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.screen import Screen, terminal_console
 
 

@@ -17,11 +17,11 @@ from seqmoe_cli.chat.sampling import Setting
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import Step
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import ResourceError
 from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.packed import PackedModel
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from seqmoe_cli.chat.session import Exchange, Session, check_length, check_vocabulary
 from seqmoe_cli.chat.template import ChatTemplate
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import PackedModelError, PromptError
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from rich.cells import cell_len
 
-from seqmoe_cli.chat.console import make_console
 from seqmoe_cli.chat.stream import AnswerView, row_breaks
+from seqmoe_cli.terminal.console import make_console
 from tests.chat.screen import Screen, terminal_console
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.console import make_console
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.sampling import SamplingSettings, Setting
 from seqmoe_cli.chat.session import Session
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.errors import PoolError
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_cli.terminal.console import make_console
+from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.screen import Program
 
 FAULT = r"slot \d+ should hold layer \d, expert \d, but holds "

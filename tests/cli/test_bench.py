@@ -14,14 +14,14 @@ import pytest
 from seqmoe_cli.bench.shapes import find_shape
 from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
-from seqmoe_cli.replay.policies import lru
-from seqmoe_cli.replay.replay import replay
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.memory import available_host_bytes
 from tests.checkpoints import packed_model
+from tools.simulator.policies import lru
+from tools.simulator.replay import replay
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
 Packed = Callable[..., Path]

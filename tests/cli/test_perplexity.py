@@ -14,8 +14,8 @@ import torch
 
 from seqmoe_cli.bench.perplexity import windows
 from seqmoe_cli.bench.text import shipped_text
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.main import main
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.convert import convert
 
 CPU = ["--device", "cpu", "--dtype", "float32"]

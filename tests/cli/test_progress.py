@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from seqmoe_cli.commands.progress import status_line
+from seqmoe_cli.terminal.progress import status_line
 
 
 class Terminal(io.StringIO):

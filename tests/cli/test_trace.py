@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from seqmoe_cli.chat.template import ChatTemplate
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.main import main
+from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.models import endless_model
 from tests.chat.screen import Program
 

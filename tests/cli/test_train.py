@@ -17,12 +17,12 @@ import torch
 from seqmoe_cli.chat.own_text import OwnText
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.forecast.stored import open_predictor
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
 from seqmoe_cli.settings import EngineOptions, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.convert import convert
 from seqmoe_weights.packed import PackedModel
 from tests.chat.models import endless_model

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.convert import convert
 
 pytest.importorskip("gguf")

@@ -19,7 +19,7 @@ from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import Request
-from seqmoe_kernels.formats import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, READY
+from seqmoe_kernels.state import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, READY
 from tests.checkpoints import packed_model
 
 SAMPLING = SamplingParams(temperature=1.0, seed=5)
@@ -148,7 +148,7 @@ def test_the_same_tokens_whatever_the_thread_does(
         monkeypatch.setattr(prefetch_module, "HostCopier", kind)
         monkeypatch.setattr(prefetch_module, "DmaCopier", kind)
     engine = open_engine(packed, device, by="thread")
-    assert engine.prefetch is not None and engine.prefetch.courier is None
+    assert engine.prefetch is not None and engine.prefetch.handover is None
     engine.prefetch.flights.rules[PATIENCE_NS] = int(patience_s * 1e9)
     prefetched_bytes = 0  # most in the first turn: steps that wait long ask for sure things alone
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_wrong_expectations_cost_bytes_and_nothing_else(
     assert engine.prefetch is not None
     nobody, expected = torch.full((7, 6, 4, 2), -1), torch.rand(7, 6 * 12)
     routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, nobody, expected)
-    engine.prefetch.predicted, engine.prefetch.expectation = routing.named, routing.expectation
+    engine.prefetch.predicted, engine.prefetch.step_forecast = routing.named, routing.step_forecast
     tokens, stats = say(engine)
     assert tokens == plain and stats.prefetched_bytes > 0
     engine.close()

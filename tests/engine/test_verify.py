@@ -18,7 +18,7 @@ from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PoolError, UnsupportedError
 from seqmoe_cli.residency.pool import ExpertPool, Stamps
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
-from seqmoe_kernels.proof import MAX_VERIFIED_EXPERTS
+from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS
 from tests.checkpoints import packed_model
 
 GREEDY = SamplingParams(temperature=0)

@@ -25,11 +25,11 @@ from seqmoe_cli.forecast.predictor import (
     expected_uses,
 )
 from seqmoe_cli.forecast.predictor_step import PredictorStep
+from seqmoe_cli.forecast.recall import best_by_counting, recall
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.forecast.training import Plan, Progress, Training
-from seqmoe_cli.replay.recall import best_by_counting, recall
 from seqmoe_cli.residency import policies
-from seqmoe_kernels import outlook, windows
+from seqmoe_kernels.predictor import heads, horizons
 
 CPU = torch.device("cpu")
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 24
@@ -68,8 +68,8 @@ def random_predictor(shape: PredictorShape) -> Predictor:
 
 def test_the_same_numbers_stand_everywhere() -> None:
     assert WINDOWS == policies.WINDOWS
-    assert len(WINDOWS) == windows.NUM_WINDOWS
-    assert LEAST_RATE == outlook.LEAST_RATE
+    assert len(WINDOWS) == horizons.NUM_WINDOWS
+    assert LEAST_RATE == heads.LEAST_RATE
 
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_rank": 0}, {"vocab_size": 0, "token_rank": 0}])

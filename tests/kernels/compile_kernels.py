@@ -15,34 +15,34 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from seqmoe_kernels import fp8, pdl
-from seqmoe_kernels.attention_step import attention_step_triton
-from seqmoe_kernels.choice import RecordedIds, Routing, choose_triton
-from seqmoe_kernels.courier import ask_triton, copy_triton
-from seqmoe_kernels.expert_mlp import expert_mlp_triton
-from seqmoe_kernels.formats import ExpertFormat, Flights, PoolState
-from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gate import Courier
-from seqmoe_kernels.gemv import Matrix, linears_triton
-from seqmoe_kernels.gru import GruWeights, gru_step_triton
-from seqmoe_kernels.hints import Expectation, note_hints_triton
-from seqmoe_kernels.judging import judge_forecasts_triton
-from seqmoe_kernels.lookahead import Ahead, Asking
-from seqmoe_kernels.lookup import Resolved, resolve_triton
-from seqmoe_kernels.mixture import combine_triton
-from seqmoe_kernels.norm import Norm, rms_norm_triton
-from seqmoe_kernels.normed import normed_linear_triton
-from seqmoe_kernels.outlook import ExpertHeads, UseHistory, expected_uses_triton
-from seqmoe_kernels.proof import verify_slots_triton
-from seqmoe_kernels.prospects import Prospects, update_prospects_triton
-from seqmoe_kernels.publish import ENTRY_WORDS, begin_step_triton, publish_triton
-from seqmoe_kernels.rope import Rotation, rotary_triton
-from seqmoe_kernels.router import route_triton
-from seqmoe_kernels.row_sums import HiddenInput, TokenInput, sum_rows_triton
-from seqmoe_kernels.sampling_kernels import sample_triton
-from seqmoe_kernels.sampling_state import NUM_SETTINGS, SamplingState
-from seqmoe_kernels.shadow import Shadow
-from seqmoe_kernels.transfer import Prefetching, fetch_triton
-from seqmoe_kernels.windows import window_vectors_triton
+from seqmoe_kernels.attention.decode import attention_step_triton
+from seqmoe_kernels.attention.rope import Rotation, rotary_triton
+from seqmoe_kernels.dense.linear import Matrix, linears_triton
+from seqmoe_kernels.dense.norm import Norm, rms_norm_triton
+from seqmoe_kernels.dense.norm_linear import normed_linear_triton
+from seqmoe_kernels.eviction.calibration import calibrate_triton
+from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_prospects_triton
+from seqmoe_kernels.eviction.ghost_cache import GhostCache
+from seqmoe_kernels.experts.combine import combine_triton
+from seqmoe_kernels.experts.mlp import expert_mlp_triton
+from seqmoe_kernels.formats.fp8_block import dequantize_triton
+from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose_triton
+from seqmoe_kernels.pool.fetch import Prefetching, fetch_triton
+from seqmoe_kernels.pool.lock import Handover
+from seqmoe_kernels.pool.resolve import Resolved, resolve_triton
+from seqmoe_kernels.pool.route import route_triton
+from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step_triton, publish_triton
+from seqmoe_kernels.pool.verify import verify_slots_triton
+from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows_triton
+from seqmoe_kernels.predictor.gru import GruWeights, gru_step_triton
+from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses_triton
+from seqmoe_kernels.predictor.horizons import window_vectors_triton
+from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates_triton
+from seqmoe_kernels.prefetch.copy_kernels import ask_triton, copy_triton
+from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
+from seqmoe_kernels.sampling.kernels import sample_triton
+from seqmoe_kernels.sampling.state import NUM_SETTINGS, SamplingState
+from seqmoe_kernels.state import ExpertFormat, Flights, PoolState
 
 HIDDEN, INTER, TOP_K, VOCAB = 2048, 768, 8, 151936
 
@@ -131,31 +131,31 @@ def call_residency_kernels() -> None:
     named = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
     expected = tensor(3, 6144, dtype=torch.float32)
     for step in (None, pool.clock):
-        note_hints_triton(Expectation(expected, step), pool, flights)
+        pick_candidates_triton(StepForecast(expected, step), pool, flights)
     ways = (asking, asking._replace(recorded=named), asking._replace(hinted=True))
-    courier = Courier.idle(48, 128, TOP_K, 4, pool.clock.device)
+    handover = Handover.idle(48, 128, TOP_K, 4, pool.clock.device)
     misses = chosen.resolved[1:]
     fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights))
     for way in ways:
         beside = Prefetching(pool, flights, ahead._replace(asking=way))
         fetch_triton(slots, slots, *misses, pool.marks, beside)
-        ask_triton(way, pool, flights, courier)
+        ask_triton(way, pool, flights, handover)
     records = tensor(6144, 4 * 2**20, dtype=torch.uint8)
-    copy_triton(records, slots, pool, flights, courier)
+    copy_triton(records, slots, pool, flights, handover)
     numbers = tensor(6, dtype=torch.int64)
-    prospects = Prospects.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
+    expected_use = ExpectedUse.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
     used = tensor(48 * TOP_K)
-    chosen = choose_triton(logits, 3, routing, pool, None, flights, prospects, used)
-    asking = asking._replace(prospects=prospects)
+    chosen = choose_triton(logits, 3, routing, pool, None, flights, expected_use, used)
+    asking = asking._replace(expected_use=expected_use)
     misses = chosen.resolved[1:]
     beside = Prefetching(pool, flights, ahead._replace(asking=asking))
     fetch_triton(slots, slots, *misses, pool.marks, beside)
-    ask_triton(asking, pool, flights, courier)
+    ask_triton(asking, pool, flights, handover)
     logits = tensor(1, 5 * 128, dtype=torch.bfloat16)
-    for there in (None, prospects):
-        choose_triton(logits, 3, routing, pool, None, flights, there, courier.used, courier)
+    for there in (None, expected_use):
+        choose_triton(logits, 3, routing, pool, None, flights, there, handover.used, handover)
     logits = tensor(1, 128, dtype=torch.float32)
-    choose_triton(logits, 3, routing, pool, None, None, prospects, used)
+    choose_triton(logits, 3, routing, pool, None, None, expected_use, used)
     verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 
 
@@ -192,10 +192,10 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
     expected_uses_triton(vectors, heads, used, token, token_out, history, expected)
     pool = PoolState.cold(num_flat, 1024, torch.device("meta"))
     numbers = tensor(6, dtype=torch.int64)
-    prospects = Prospects.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))
-    for shadow in (None, Shadow.unknown(num_flat, torch.device("meta"))):
-        judge_forecasts_triton(used, TOP_K, pool, prospects, shadow)
-        update_prospects_triton(expected, pool, prospects, shadow)
+    expected_use = ExpectedUse.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))
+    for ghost in (None, GhostCache.unknown(num_flat, torch.device("meta"))):
+        calibrate_triton(used, TOP_K, pool, expected_use, ghost)
+        update_prospects_triton(expected, pool, expected_use, ghost)
 
 
 def main(arch: int) -> None:

@@ -25,7 +25,7 @@ KERNELS = {
     "_gate_up_kernel",
     "_gemv_kernel",
     "_gru_kernel",
-    "_hints_kernel",
+    "_candidates_kernel",
     "_judge_kernel",
     "_mix_kernel",
     "_outlook_kernel",

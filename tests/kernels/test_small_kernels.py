@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from seqmoe_kernels import combine, rms_norm, rotary, route
-from seqmoe_kernels.mixture import combine_reference, combine_triton
-from seqmoe_kernels.norm import rms_norm_reference, rms_norm_triton
-from seqmoe_kernels.rope import rotary_reference, rotary_triton
-from seqmoe_kernels.router import route_reference, route_triton
+from seqmoe_kernels.attention.rope import rotary_reference, rotary_triton
+from seqmoe_kernels.dense.norm import rms_norm_reference, rms_norm_triton
+from seqmoe_kernels.experts.combine import combine_reference, combine_triton
+from seqmoe_kernels.pool.route import route_reference, route_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The largest relative error of one rounding; the interpreter cuts bfloat16 off instead.

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from seqmoe_kernels import Matrix, Norm, Resolved, Routing, expert_pairs
-from seqmoe_kernels.attention_step import attention_step_triton
-from seqmoe_kernels.choice import RecordedIds, choose_triton
-from seqmoe_kernels.expert_mlp import expert_mlp_triton
-from seqmoe_kernels.formats import NUM_MARKS, ExpertFormat
-from seqmoe_kernels.fp8 import dequantize_triton
-from seqmoe_kernels.gemv import linears_triton
-from seqmoe_kernels.lookup import MAX_SLOTS, PoolState, resolve_triton
-from seqmoe_kernels.mixture import combine_triton
-from seqmoe_kernels.norm import rms_norm_triton
-from seqmoe_kernels.rope import Rotation, rotary_triton
-from seqmoe_kernels.router import route_triton
-from seqmoe_kernels.sampling_kernels import sample_triton
-from seqmoe_kernels.sampling_state import SamplingState
-from seqmoe_kernels.transfer import fetch_triton
+from seqmoe_kernels.attention.decode import attention_step_triton
+from seqmoe_kernels.attention.rope import Rotation, rotary_triton
+from seqmoe_kernels.dense.linear import linears_triton
+from seqmoe_kernels.dense.norm import rms_norm_triton
+from seqmoe_kernels.experts.combine import combine_triton
+from seqmoe_kernels.experts.mlp import expert_mlp_triton
+from seqmoe_kernels.formats.fp8_block import dequantize_triton
+from seqmoe_kernels.pool.choose import RecordedIds, choose_triton
+from seqmoe_kernels.pool.fetch import fetch_triton
+from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve_triton
+from seqmoe_kernels.pool.route import route_triton
+from seqmoe_kernels.sampling.kernels import sample_triton
+from seqmoe_kernels.sampling.state import SamplingState
+from seqmoe_kernels.state import NUM_MARKS, ExpertFormat
 
 FMT = ExpertFormat(torch.bfloat16, 64, 32, 0, 4096, 8192, -1, -1, -1, 12288, 16384)
 

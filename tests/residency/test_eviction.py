@@ -21,10 +21,10 @@ from seqmoe_cli.residency.eviction import (
     Worth,
 )
 from seqmoe_cli.residency.switch import MOST_REST, REST, SETTLE
-from seqmoe_kernels.formats import MISSED_BY_COUNTS, MISSED_BY_FORECAST, MISSES
-from seqmoe_kernels.lookup import resolve_reference
-from seqmoe_kernels.prospects import NUM_WINDOWS, SPAN
-from tests.kernels.test_shadow import CPU, Side
+from seqmoe_kernels.eviction.expected_use import NUM_WINDOWS, SPAN
+from seqmoe_kernels.pool.resolve import resolve_reference
+from seqmoe_kernels.state import MISSED_BY_COUNTS, MISSED_BY_FORECAST, MISSES
+from tests.kernels.eviction.test_ghost_cache import CPU, Side
 
 PLAIN = EvictionCosts(10, 0, 0, 1e-3, 3e-3)  # without a forecast: a miss takes 0.1 ms
 
@@ -145,18 +145,18 @@ def routing(steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["truth", "noise", "contrary"])
 def test_a_good_forecast_stays_and_a_worthless_one_goes(kind: str) -> None:
-    """A real pool and its shadow; the clock is made up: computing takes 2 ms, the kernels of a
+    """A real pool and its ghost; the clock is made up: computing takes 2 ms, the kernels of a
     forecast 0.06 more, a miss 0.1."""
     num, steps = LAYERS * EXPERTS, 420
     ids, gen = routing(steps + SPAN), torch.Generator().manual_seed(1)
     side = Side(num, TOP_K, SLOTS, CPU, False)
-    eviction = Eviction(side.prospects, side.shadow)
+    eviction = Eviction(side.expected_use, side.ghost)
     used, on = torch.full((LAYERS * TOP_K,), num, dtype=torch.int32), []
     for step in range(steps):
         counters = side.pool.counters.clone()
         on.append(eviction.is_on)
-        prospects = eviction.prospects
-        if prospects is None:
+        expected_use = eviction.expected_use
+        if expected_use is None:
             side.tick()
         else:
             truth = torch.zeros(NUM_WINDOWS, num)
@@ -166,12 +166,12 @@ def test_a_good_forecast_stays_and_a_worthless_one_goes(kind: str) -> None:
             noise = torch.rand(NUM_WINDOWS, num, generator=gen)
             side.begin(used, {"truth": truth, "noise": noise, "contrary": 1 - truth}[kind])
         for layer in range(LAYERS):
-            resolve_reference(ids[step, layer], side.pool, None, prospects, layer * EXPERTS)
+            resolve_reference(ids[step, layer], side.pool, None, expected_use, layer * EXPERTS)
         used = ids[step].flatten()
         took = (side.pool.counters - counters).tolist()
         stall_s = 1e-4 * took[MISSES]
         costs = EvictionCosts(took[MISSES], took[MISSED_BY_FORECAST], took[MISSED_BY_COUNTS])
-        step_s = 2e-3 + 6e-5 * (prospects is not None) + stall_s
+        step_s = 2e-3 + 6e-5 * (expected_use is not None) + stall_s
         eviction.observe(replace(costs, stall_s=stall_s, step_s=step_s), False)
     share, verdict = sum(on) / len(on), eviction.switch.verdict
     assert verdict is not None and verdict.pays is (kind == "truth")
@@ -185,8 +185,8 @@ def test_a_good_forecast_stays_and_a_worthless_one_goes(kind: str) -> None:
 
 def test_held() -> None:
     side = Side(8, 1, 4, CPU, False)
-    eviction = Eviction(side.prospects, side.shadow)
+    eviction = Eviction(side.expected_use, side.ghost)
     eviction.hold()
     for _ in range(3 * WINDOW):
         eviction.observe(with_forecast(-5, 9.0), False)
-    assert eviction.status == "on" and eviction.prospects is side.prospects
+    assert eviction.status == "on" and eviction.expected_use is side.expected_use

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_cli.residency.pool import ExpertPool
-from seqmoe_kernels.formats import FETCHING
+from seqmoe_kernels.state import FETCHING
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, RECORD_BYTES = 12, 256

@@ -20,16 +20,16 @@ from seqmoe_cli.residency.switch import COMPARE, REST, RUN, SETTLE, TRY, KillSwi
 from seqmoe_kernels import (
     Ahead,
     Asking,
-    Courier,
     Flights,
+    Handover,
     RecordedIds,
     Request,
     Routing,
-    ask_beside,
     choose,
     read_request,
+    schedule_prefetches,
 )
-from seqmoe_kernels.formats import (
+from seqmoe_kernels.state import (
     EMPTY,
     FETCHING,
     HITS,
@@ -50,12 +50,12 @@ RECORDS = torch.arange(LAYERS * EXPERTS, dtype=torch.uint8).unsqueeze(1).repeat(
 
 class Small:
     """A pool that prefetches, driven layer by layer with what is wanted and named; `beside`: for a
-    courier."""
+    handover."""
 
     def __init__(self, num_slots: int, in_flight: int = 2, beside: bool = False) -> None:
         self.pool = ExpertPool(num_slots, RECORDS, CPU)
         self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU, beside)
-        self.courier = Courier.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU) if beside else None
+        self.handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU) if beside else None
         kept = max(num_slots - 2 * TOP_K, 0)
         values = {IN_FLIGHT: in_flight, PER_LAYER: 2, MOST_KEPT: kept, LAYER_NS: 10**15}
         for rule, value in values.items():
@@ -72,19 +72,19 @@ class Small:
             ids[0, self.layer, d] = torch.tensor(row)
         logits, state, flights = torch.zeros(1, EXPERTS), self.pool.state, self.flights
         asking = Asking(EXPERTS, NAMES, RecordedIds(ids, step))
-        if self.courier is None:
+        if self.handover is None:
             chosen = choose(logits, self.layer, routing, state, recorded, flights)
             there = chosen.resolved.slots
             ahead = Ahead(self.layer, logits[:, :0], chosen.wanted, there, asking)
             slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
         else:
-            used = self.courier.used
+            used = self.handover.used
             chosen = choose(
-                logits, self.layer, routing, state, recorded, flights, None, used, self.courier
+                logits, self.layer, routing, state, recorded, flights, None, used, self.handover
             )
-            self.pool.fetch(chosen.wanted, chosen.resolved, None, self.courier, self.layer)
+            self.pool.fetch(chosen.wanted, chosen.resolved, None, self.handover, self.layer)
             slots = chosen.resolved.slots.clone()
-            ask_beside(asking, state, flights, self.courier)
+            schedule_prefetches(asking, state, flights, self.handover)
         self.layer = (self.layer + 1) % LAYERS
         assert (slots >= 0).all()
         return self.pool.slots[slots.long(), 0] - (chosen.wanted - torch.tensor(wanted))
@@ -102,7 +102,7 @@ moves = st.lists(
 def test_no_interleaving_breaks_the_protocol(
     moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int, beside: bool
 ) -> None:
-    """Whatever thread or courier do with their requests, the bytes read are those of the experts
+    """Whatever thread or handover do with their requests, the bytes read are those of the experts
     wanted, and lookup table, owners, states and tags agree."""
     small, asked, next_number = Small(num_slots, beside=beside), deque[Request](), 0
     state, tags = small.pool.state, torch.zeros(num_slots, dtype=torch.int64)

@@ -13,12 +13,12 @@ from seqmoe_cli.engine.decode_graph import EagerSteps, GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.replay.policies import lru
-from seqmoe_cli.replay.replay import replay
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import PoolState, Routing, choose, route
 from tests.checkpoints import packed_model
+from tools.simulator.policies import lru
+from tools.simulator.replay import replay
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0)

@@ -20,8 +20,8 @@ from seqmoe_cli.chat.session import Message, render
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
-from seqmoe_cli.engine.tokenizer import Tokenizer
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parent / "sparse" / "prompts.json"
 MAX_TOKENS = 500

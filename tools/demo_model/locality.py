@@ -9,9 +9,9 @@ from pathlib import Path
 
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.trace import DECODE, Trace
-from seqmoe_cli.replay.locality import adjacent_overlap, working_set
-from seqmoe_cli.replay.policies import belady, lru
-from seqmoe_cli.replay.replay import replay, slots_for
+from tools.simulator.locality import adjacent_overlap, working_set
+from tools.simulator.policies import belady, lru
+from tools.simulator.replay import replay, slots_for
 
 SHARES = (15, 25, 35, 45)  # percent of all experts
 COLUMNS = 10  # layers in a row of the table

@@ -1,0 +1,1 @@
+"""Attention of one token over the KV state."""

@@ -1,0 +1,1 @@
+"""What every kernel stands on: checks, the clock, launch options."""

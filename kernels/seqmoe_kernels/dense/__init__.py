@@ -1,0 +1,1 @@
+"""Dense layers of one token: norms and matrix-vector products."""

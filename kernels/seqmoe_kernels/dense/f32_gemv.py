@@ -1,0 +1,78 @@
+"""Reading tiles of weight rows, and, for the predictor's kernels, their products with a vector in
+f32.
+
+A matrix-vector product reads every weight once, so its speed is that of memory. Each thread takes
+16 consecutive bytes of a row at a time (a chunk), sums inside the chunk, and adds chunks up in a
+fixed order; the next tile is on its way meanwhile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from seqmoe_kernels.dense.norm import normalized
+
+
+@triton.jit
+def load_tile(weight, starts, inside, column, K: tl.constexpr):
+    """Columns of rows that begin at element `starts` [rows]; zero where not `inside` or past K."""
+    mask = inside[:, None] & (column < K)[None, :]
+    return tl.load(
+        weight + starts[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+    )
+
+
+@triton.jit
+def vector(x, gain, inv_rms, column, K: tl.constexpr, NORM: tl.constexpr):
+    """Elements of `x` [K], normalised with NORM: f32."""
+    mask = column < K
+    value = tl.load(x + column, mask=mask, other=0.0)
+    if NORM:
+        factor = tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
+        value = normalized(value.to(tl.float32), factor, inv_rms, value.dtype)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def chunk_sums(tile, value):
+    """Products of weights [rows, chunks, CHUNK] with f32 values [chunks, CHUNK], summed within each
+    chunk: f32 [rows, chunks]."""
+    return tl.sum(tile.to(tl.float32) * value[None, :, :], axis=2)
+
+
+@triton.jit
+def dot_rows(
+    ahead,
+    weight,
+    starts,
+    inside,
+    x,
+    gain,
+    inv_rms,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Multiply rows of a weight with the vector `x` [K]: f32 [rows].
+
+    `starts` [rows] are the rows' element offsets from `weight`, `inside` [rows] masks them; `ahead`
+    is their first tile. With NORM the vector is x * `inv_rms` * `gain` [K].
+    """
+    dtype: tl.constexpr = weight.dtype.element_ty
+    CHUNK: tl.constexpr = 128 // dtype.primitive_bitwidth
+    column = tl.arange(0, BLOCK_K)
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    total = tl.zeros((starts.shape[0], CHUNKS), tl.float32)
+    for first in range(0, K, TILES * BLOCK_K):
+        for i in tl.static_range(TILES):
+            tile, start = ahead, first + i * BLOCK_K
+            if i + 1 < TILES or TILES * BLOCK_K < K:
+                ahead = load_tile(weight, starts, inside, start + BLOCK_K + column, K)
+            value = vector(x, gain, inv_rms, start + column, K, NORM)
+            total += chunk_sums(
+                tl.reshape(tile, (starts.shape[0], CHUNKS, CHUNK)),
+                tl.reshape(value, (CHUNKS, CHUNK)),
+            )
+    return tl.sum(total, axis=1)

@@ -1,0 +1,47 @@
+"""A norm and the linear layer behind it, when the normed vector is wanted too: the router."""
+
+from __future__ import annotations
+
+import torch
+
+from seqmoe_kernels.common.checks import check_kernel_device
+from seqmoe_kernels.dense.linear import (
+    Matrix,
+    check_linears,
+    linear_reference,
+    linears_triton,
+    one_token,
+)
+from seqmoe_kernels.dense.norm import Norm, rms_norm, rms_norm_reference
+from seqmoe_kernels.dense.tiling import linear_tiling
+
+
+def normed_linear_reference(
+    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = rms_norm_reference(x, *norm)
+    matrices = (matrix,) if more is None else (matrix, more)
+    return h, torch.cat([linear_reference(h, each) for each in matrices], dim=1)
+
+
+def normed_linear_triton(
+    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_kernel_device(x)
+    matrices = [matrix] if more is None else [matrix, more]
+    check_linears(x, matrices, norm, None)
+    if x.shape[0] == 1:
+        h = torch.empty_like(x)
+        # the tiling that `matrix` has by itself, so that `more` does not change a bit of its result
+        tiling = linear_tiling(len(matrix.weight), x.shape[1], matrix.weight.dtype, x.device)
+        return h, one_token(x, matrices, norm, None, tiling, h)
+    h = rms_norm(x, *norm)
+    return h, torch.cat(linears_triton(h, matrices), dim=1)
+
+
+def normed_linear(
+    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return h = norm(x), [T, in], and `linear(h, matrix)`; with `more`, its result behind that."""
+    run = normed_linear_triton if x.is_cuda else normed_linear_reference
+    return run(x, norm, matrix, more)

@@ -1,0 +1,1 @@
+"""Choosing the victim of a miss."""

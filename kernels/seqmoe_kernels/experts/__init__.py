@@ -1,0 +1,1 @@
+"""The expert MLPs, computed out of slots."""

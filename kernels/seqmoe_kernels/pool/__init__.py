@@ -1,0 +1,1 @@
+"""The slot pool: choosing experts, finding their slots, fetching what is missing."""

@@ -1,0 +1,1 @@
+"""Experts copied before they are wanted."""

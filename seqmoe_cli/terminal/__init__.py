@@ -1,0 +1,1 @@
+"""What every command writes with: consoles, progress, tables, sizes."""

@@ -1,0 +1,1 @@
+"""Text and token ids. Knows no engine and no terminal."""

@@ -1,0 +1,128 @@
+"""Flight: the prefetches of a replay, from the request to the landing, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqmoe_cli.residency.policies import ONE, Ints, Policy
+from seqmoe_cli.residency.slot_table import SlotTable
+from tools.simulator.link import Copy, LinkClock
+from tools.simulator.prefetch import Prefetch
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Prefetching:
+    """`source` None: no prefetch. At most `in_flight` copies are under way, at most `budget` are
+    asked for in a token, behind each of the events that `every` divides; a candidate less probable
+    than `least` is left alone."""
+
+    source: Prefetch | None = None
+    in_flight: int = 2
+    budget: int = 64
+    least: float = 0.25
+    every: int = 1
+
+
+class Flight:
+    """A slot whose copy is under way is out of the lookup table and no victim; one whose copy has
+    landed is no victim until the event for which it was made has passed."""
+
+    def __init__(
+        self, table: SlotTable, clock: LinkClock, policy: Policy, rules: Prefetching, top_k: int
+    ) -> None:
+        self._table, self._clock, self._policy, self._rules = table, clock, policy, rules
+        self._most_barred = len(table.owner) - 2 * top_k  # every event finds victims
+        self._coming: dict[int, Copy] = {}  # by expert, without those that nobody waits for
+        self._promised: dict[int, list[int]] = {}  # by event: slots that are kept for it
+        self._fresh: dict[int, int] = {}  # landed, not wanted since; when it was asked for
+        self._token = 0
+        self._budget = 0
+
+    def start_token(self, token: int) -> None:
+        self._token, self._budget = token, self._rules.budget
+
+    def land(self) -> None:
+        """Take note of the copies that have landed by now."""
+        for copy in self._clock.landed:
+            if copy.dropped:
+                self._table.vacate(np.array([copy.slot]))
+            else:
+                self._table.slot_of[copy.expert] = copy.slot
+                self._fresh[copy.expert] = copy.token
+                del self._coming[copy.expert]
+        self._clock.landed.clear()
+
+    def barred(self) -> Ints:
+        """Slots that must not become victims."""
+        if not self._clock.copies and not self._promised:
+            return _NONE
+        slots = [copy.slot for copy in self._clock.copies]
+        for promised in self._promised.values():
+            slots += promised
+        return np.array(slots, np.int64)
+
+    def late(self, wanted: Ints) -> list[Copy]:
+        """The copies of the wanted that are under way and here sooner than a fetch would be; the
+        others of the wanted are dropped."""
+        waiting: list[Copy] = []
+        for expert in wanted.tolist() if self._coming else ():
+            copy = self._coming.get(expert)
+            if copy and self._clock.is_sooner(copy):
+                waiting.append(copy)
+            elif copy:
+                copy.dropped = True
+                del self._coming[expert]
+        return waiting
+
+    def passed(self, event: int, wanted: Ints, missed: Ints) -> list[int]:
+        """The event has its experts: for each hit because of a prefetch in time, the token in which
+        that was asked for. `missed`: those of the wanted that were fetched or waited for."""
+        self._promised.pop(event, None)
+        late = set(missed.tolist())  # or landed, but evicted before this
+        tokens = [(e, self._fresh.pop(e)) for e in wanted.tolist() if e in self._fresh]
+        return [token for expert, token in tokens if expert not in late]
+
+    def cut(self, event: int) -> list[Copy]:
+        """Behind an event: end the copies that were made for it and have not been wanted, if that
+        can be done. Their slots are empty at once."""
+        ended = self._clock.cut(event)
+        for copy in ended:
+            self._table.vacate(np.array([copy.slot]))
+            del self._coming[copy.expert]
+        return ended
+
+    def request(self, event: int, wanted: Ints) -> int:
+        """Ask for what is worth it behind an event that wanted these experts; returns the number of
+        copies."""
+        if self._rules.source is None or event % self._rules.every:
+            return 0
+        self.land()
+        room = min(self._rules.in_flight - len(self._clock.copies), self._budget)
+        if room <= 0:
+            return 0
+        absent = self._table.slot_of < 0
+        absent[[copy.expert for copy in self._clock.copies]] = False
+        experts, probability, due = self._rules.source.candidates(event, absent)
+        able = np.flatnonzero(probability >= round(self._rules.least * ONE))
+        seconds = (due[able] - event) * self._clock.link.layer_s
+        order = able[self._clock.order(probability[able], seconds, self._budget)]
+        room = min(room, self._most_barred - len(self.barred()))
+        chosen = order[: max(room, 0)].tolist()
+        for job in chosen:
+            self._start(int(experts[job]), int(due[job]), wanted)
+        return len(chosen)
+
+    def _start(self, expert: int, due: int, wanted: Ints) -> None:
+        barred = np.concatenate((self.barred(), self._table.slot_of[wanted]))
+        slot = self._policy.victims(self._table.owner, barred, np.array([expert]))
+        self._table.vacate(slot)
+        self._table.owner[slot] = expert
+        copy = Copy(expert, int(slot[0]), self._token, due)
+        self._clock.request(copy)
+        self._coming[expert] = copy
+        self._promised.setdefault(due, []).append(copy.slot)
+        self._budget -= 1
