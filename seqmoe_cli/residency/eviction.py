@@ -148,7 +148,7 @@ class EvictionSwitch:
 
 
 class Eviction:
-    """Whose expected_use are poorest leaves the pool, while the switch is on; while it is not, who has
+    """The expert of the smallest expected use is the victim, while the switch is on; else the one with
     the smallest decayed count, and nothing is forecast for it."""
 
     def __init__(self, expected_use: ExpectedUse, ghost: GhostCache) -> None:

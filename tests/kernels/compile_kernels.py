@@ -15,30 +15,30 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from seqmoe_kernels import fp8, pdl
-from seqmoe_kernels.attention.decode import attention_step_triton
-from seqmoe_kernels.attention.rope import Rotation, rotary_triton
+from seqmoe_kernels.attention.decode import attention_step
+from seqmoe_kernels.attention.rope import Rotation, rotary
 from seqmoe_kernels.dense.linear import Matrix, linears_triton
-from seqmoe_kernels.dense.norm import Norm, rms_norm_triton
-from seqmoe_kernels.dense.norm_linear import normed_linear_triton
-from seqmoe_kernels.eviction.calibration import calibrate_triton
-from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_prospects_triton
+from seqmoe_kernels.dense.norm import Norm, rms_norm
+from seqmoe_kernels.dense.norm_linear import normed_linear
+from seqmoe_kernels.eviction.calibration import calibrate
+from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_expected_use
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
-from seqmoe_kernels.experts.combine import combine_triton
-from seqmoe_kernels.experts.mlp import expert_mlp_triton
-from seqmoe_kernels.formats.fp8_block import dequantize_triton
-from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose_triton
-from seqmoe_kernels.pool.fetch import Prefetching, fetch_triton
+from seqmoe_kernels.experts.combine import combine
+from seqmoe_kernels.experts.mlp import expert_mlp
+from seqmoe_kernels.formats.fp8_block import dequantize
+from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
+from seqmoe_kernels.pool.fetch import Prefetching, fetch
 from seqmoe_kernels.pool.lock import Handover
-from seqmoe_kernels.pool.resolve import Resolved, resolve_triton
-from seqmoe_kernels.pool.route import route_triton
+from seqmoe_kernels.pool.resolve import Resolved, resolve
+from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step_triton, publish_triton
-from seqmoe_kernels.pool.verify import verify_slots_triton
-from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows_triton
+from seqmoe_kernels.pool.verify import verify_slots
+from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows
 from seqmoe_kernels.predictor.gru import GruWeights, gru_step_triton
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses_triton
 from seqmoe_kernels.predictor.horizons import window_vectors_triton
-from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates_triton
-from seqmoe_kernels.prefetch.copy_kernels import ask_triton, copy_triton
+from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates
+from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefetches
 from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
 from seqmoe_kernels.sampling.kernels import sample_triton
 from seqmoe_kernels.sampling.state import NUM_SETTINGS, SamplingState
@@ -82,81 +82,81 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     def f32(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=torch.float32)
 
-    rms_norm_triton(real(1, HIDDEN), real(HIDDEN), 1e-6)
+    rms_norm.launch(real(1, HIDDEN), real(HIDDEN), 1e-6)
     position = tensor(1, dtype=torch.int64)
-    rotary_triton(real(1, 32, 128), position, f32(64))
-    route_triton(real(1, 128), TOP_K, True)
-    combine_triton(f32(1, TOP_K, HIDDEN), f32(1, TOP_K), dtype)
+    rotary.launch(real(1, 32, 128), position, f32(64))
+    route.launch(real(1, 128), TOP_K, True)
+    combine.launch(f32(1, TOP_K, HIDDEN), f32(1, TOP_K), dtype)
     state = real(4096, 4, 128)
     for q_norm, k_norm in ((real(128), real(128)), (real(4096), real(512))):
         rotation = Rotation(f32(64), q_norm, k_norm, 1e-6)
         row = real(1, 4096), real(1, 512), real(1, 512)
-        attention_step_triton(*row, state, state, position, rotation, 128**-0.5)
+        attention_step.launch(*row, state, state, position, rotation, 128**-0.5)
     scaled = weight_dtype == torch.float8_e4m3fn
     weight = tensor(4096, HIDDEN, dtype=weight_dtype if scaled else dtype)
     matrix = Matrix(weight, f32(32, 16) if scaled else None, real(4096))
     x, norm = real(1, HIDDEN), Norm(real(HIDDEN), 1e-6)
     linears_triton(x, [matrix] * 3, norm)
     linears_triton(x, [matrix], None, real(1, 4096))
-    normed_linear_triton(x, norm, matrix)
-    normed_linear_triton(x, norm, matrix, matrix)
+    normed_linear.launch(x, norm, matrix)
+    normed_linear.launch(x, norm, matrix, matrix)
     fmt = expert_format(weight_dtype)
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
     resolved = Resolved(tensor(TOP_K), tensor(TOP_K), tensor(TOP_K), tensor(1))
-    expert_mlp_triton(x, x, slots, resolved, f32(TOP_K), fmt)
+    expert_mlp.launch(x, x, slots, resolved, f32(TOP_K), fmt)
 
 
 def call_residency_kernels() -> None:
-    dequantize_triton(
+    dequantize.launch(
         tensor(256, 256, dtype=torch.float8_e4m3fn),
         tensor(2, 2, dtype=torch.float32),
         torch.bfloat16,
     )
     pool = PoolState.cold(6144, 1024, torch.device("meta"))
-    resolve_triton(tensor(TOP_K), pool)
+    resolve.launch(tensor(TOP_K), pool)
     routing, logits = Routing(128, TOP_K, True), tensor(1, 128, dtype=torch.float32)
     recorded = RecordedIds(tensor(3, 48, TOP_K), pool.clock)
-    choose_triton(logits, 0, routing, pool)
-    choose_triton(logits, 0, routing, pool, recorded)
+    choose.launch(logits, 0, routing, pool)
+    choose.launch(logits, 0, routing, pool, recorded)
     begin_step_triton(pool.counters, pool.marks, pool.rule)
     ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
     publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
-    fetch_triton(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
+    fetch.launch(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
     flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)
-    resolve_triton(tensor(TOP_K), pool, flights)
-    chosen = choose_triton(logits, 0, routing, pool, recorded, flights)
+    resolve.launch(tensor(TOP_K), pool, flights)
+    chosen = choose.launch(logits, 0, routing, pool, recorded, flights)
     wanted, there, asking = chosen.wanted, chosen.resolved.slots, Asking(128, TOP_K)
     ahead = Ahead(5, tensor(1, 512, dtype=torch.bfloat16), wanted, there, asking)
     named = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
     expected = tensor(3, 6144, dtype=torch.float32)
     for step in (None, pool.clock):
-        pick_candidates_triton(StepForecast(expected, step), pool, flights)
+        pick_candidates.launch(StepForecast(expected, step), pool, flights)
     ways = (asking, asking._replace(recorded=named), asking._replace(hinted=True))
     handover = Handover.idle(48, 128, TOP_K, 4, pool.clock.device)
     misses = chosen.resolved[1:]
-    fetch_triton(slots, slots, *misses, pool.marks, Prefetching(pool, flights))
+    fetch.launch(slots, slots, *misses, pool.marks, Prefetching(pool, flights))
     for way in ways:
         beside = Prefetching(pool, flights, ahead._replace(asking=way))
-        fetch_triton(slots, slots, *misses, pool.marks, beside)
-        ask_triton(way, pool, flights, handover)
+        fetch.launch(slots, slots, *misses, pool.marks, beside)
+        schedule_prefetches.launch(way, pool, flights, handover)
     records = tensor(6144, 4 * 2**20, dtype=torch.uint8)
-    copy_triton(records, slots, pool, flights, handover)
+    copy_prefetches.launch(records, slots, pool, flights, handover)
     numbers = tensor(6, dtype=torch.int64)
     expected_use = ExpectedUse.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
     used = tensor(48 * TOP_K)
-    chosen = choose_triton(logits, 3, routing, pool, None, flights, expected_use, used)
+    chosen = choose.launch(logits, 3, routing, pool, None, flights, expected_use, used)
     asking = asking._replace(expected_use=expected_use)
     misses = chosen.resolved[1:]
     beside = Prefetching(pool, flights, ahead._replace(asking=asking))
-    fetch_triton(slots, slots, *misses, pool.marks, beside)
-    ask_triton(asking, pool, flights, handover)
+    fetch.launch(slots, slots, *misses, pool.marks, beside)
+    schedule_prefetches.launch(asking, pool, flights, handover)
     logits = tensor(1, 5 * 128, dtype=torch.bfloat16)
     for there in (None, expected_use):
-        choose_triton(logits, 3, routing, pool, None, flights, there, handover.used, handover)
+        choose.launch(logits, 3, routing, pool, None, flights, there, handover.used, handover)
     logits = tensor(1, 128, dtype=torch.float32)
-    choose_triton(logits, 3, routing, pool, None, None, expected_use, used)
-    verify_slots_triton(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
+    choose.launch(logits, 3, routing, pool, None, None, expected_use, used)
+    verify_slots.launch(tensor(TOP_K), tensor(TOP_K), slots, 4096, pool.counters)
 
 
 def call_sampling_kernels() -> None:
@@ -177,7 +177,7 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
     used, token, ids = tensor(layers * TOP_K), tensor(1, dtype=torch.int64), real(VOCAB, rank)
     hidden = HiddenInput(real(32), real(32), 1e-5, real(width, 32)) if with_hidden else None
     token_in, token_out = (TokenInput(ids, real(n, rank)) for n in (width, 4 * num_flat))
-    x = sum_rows_triton(real(num_flat, width), used, token, token_in, f32(32), hidden)
+    x = sum_rows.launch(real(num_flat, width), used, token, token_in, f32(32), hidden)
     norm, states = Norm(real(width), 1e-5), f32(2, 2, width)
     matrices = real(3 * width, width), real(3 * width, width)
     weights = GruWeights(*matrices, real(3 * width), real(3 * width))
@@ -194,8 +194,8 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
     numbers = tensor(6, dtype=torch.int64)
     expected_use = ExpectedUse.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))
     for ghost in (None, GhostCache.unknown(num_flat, torch.device("meta"))):
-        calibrate_triton(used, TOP_K, pool, expected_use, ghost)
-        update_prospects_triton(expected, pool, expected_use, ghost)
+        calibrate.launch(used, TOP_K, pool, expected_use, ghost)
+        update_expected_use.launch(expected, pool, expected_use, ghost)
 
 
 def main(arch: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import combine, rms_norm, rotary, route
-from seqmoe_kernels.attention.rope import rotary_reference, rotary_triton
-from seqmoe_kernels.dense.norm import rms_norm_reference, rms_norm_triton
-from seqmoe_kernels.experts.combine import combine_reference, combine_triton
-from seqmoe_kernels.pool.route import route_reference, route_triton
+from seqmoe_kernels.attention.rope import rotary, rotary_reference
+from seqmoe_kernels.dense.norm import rms_norm, rms_norm_reference
+from seqmoe_kernels.experts.combine import combine, combine_reference
+from seqmoe_kernels.pool.route import route, route_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The largest relative error of one rounding; the interpreter cuts bfloat16 off instead.
@@ -30,14 +29,14 @@ def test_rms_norm(
 ) -> None:
     x = torch.randn(shape, generator=gen).mul(3).to(dtype)
     weight = torch.randn(shape[-1], generator=gen).to(dtype)
-    got = rms_norm_triton(x.to(device), weight.to(device), 1e-6)
+    got = rms_norm.launch(x.to(device), weight.to(device), 1e-6)
     assert_rounded(got, rms_norm_reference(x, weight, 1e-6), 2)
 
 
 def test_rms_norm_counts_eps_and_every_column(device: torch.device) -> None:
     x = torch.full((1, 96), 1e-3)
     x[0, 95] = 0.5
-    got = rms_norm_triton(x.to(device), torch.ones(96, device=device), 1e-2).cpu()
+    got = rms_norm.launch(x.to(device), torch.ones(96, device=device), 1e-2).cpu()
     expected = x / (x.double().square().mean() + 1e-2).sqrt().float()
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
 
@@ -51,7 +50,7 @@ def test_rotary(
     positions = torch.tensor([0, 7, 4095, 200_000])  # the last ones need a wide range reduction
     inv_freq = 1e6 ** (-torch.arange(0, dim, 2) / dim)
     expected = rotary_reference(x, positions, inv_freq)
-    got = rotary_triton(x.to(device), positions.to(device), inv_freq.to(device))
+    got = rotary.launch(x.to(device), positions.to(device), inv_freq.to(device))
     first, second = expected.double().chunk(2, -1)
     pair_length = torch.cat((first.hypot(second),) * 2, -1)  # rotation may cancel most of a value
     worst = ((got.cpu() - expected).double().abs() / pair_length).max()
@@ -62,7 +61,7 @@ def test_rotary_turns_a_pair_by_its_angle(device: torch.device) -> None:
     x = torch.zeros(1, 1, 8)
     x[0, 0, 1] = 1.0  # pairs with dimension 5
     inv_freq = torch.tensor([1.0, 0.5, 0.25, 0.125])
-    got = rotary_triton(x.to(device), torch.tensor([3], device=device), inv_freq.to(device)).cpu()
+    got = rotary.launch(x.to(device), torch.tensor([3], device=device), inv_freq.to(device)).cpu()
     expected = torch.zeros(8)
     expected[1], expected[5] = torch.tensor(1.5).cos(), torch.tensor(1.5).sin()
     torch.testing.assert_close(got[0, 0], expected)
@@ -81,7 +80,7 @@ def test_route(
     renormalize: bool,
 ) -> None:
     logits = torch.randn((rows, experts), generator=gen).mul(2).to(dtype)
-    ids, weights = route_triton(logits.to(device), top_k, renormalize)
+    ids, weights = route.launch(logits.to(device), top_k, renormalize)
     expected_ids, expected_weights = route_reference(logits, top_k, renormalize)
     assert ids.dtype == torch.int32
     assert torch.equal(ids.cpu(), expected_ids)
@@ -91,16 +90,16 @@ def test_route(
 def test_route_prefers_the_lower_id_among_equals(device: torch.device) -> None:
     zeros = torch.zeros(1, 8)
     zeros[0, ::2] = -0.0  # as large as 0.0
-    assert route_triton(zeros.to(device), 3, True)[0].tolist() == [[0, 1, 2]]
+    assert route.launch(zeros.to(device), 3, True)[0].tolist() == [[0, 1, 2]]
     assert route_reference(zeros, 3, True)[0].tolist() == [[0, 1, 2]]
     negative = torch.tensor([[-5.0, -2.0, -9.0, -2.0, float("-inf"), -2.0]])
-    assert route_triton(negative.to(device), 4, False)[0].tolist() == [[1, 3, 5, 0]]
+    assert route.launch(negative.to(device), 4, False)[0].tolist() == [[1, 3, 5, 0]]
     assert route_reference(negative, 4, False)[0].tolist() == [[1, 3, 5, 0]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
 def test_route_of_nan_logits_stays_in_range(device: torch.device) -> None:
-    ids, _ = route_triton(torch.full((1, 6), float("nan"), device=device), 3, True)
+    ids, _ = route.launch(torch.full((1, 6), float("nan"), device=device), 3, True)
     assert sorted(ids.cpu()[0].tolist()) == [0, 1, 2]
 
 
@@ -116,7 +115,7 @@ def test_combine(
 ) -> None:
     pairs = torch.randn((tokens, top_k, hidden), generator=gen)
     weights = torch.rand((tokens, top_k), generator=gen)
-    got = combine_triton(pairs.to(device), weights.to(device), dtype)
+    got = combine.launch(pairs.to(device), weights.to(device), dtype)
     assert_rounded(got, combine_reference(pairs, weights, dtype), 1, slack=1e-6)
 
 
@@ -125,7 +124,7 @@ def test_combine_adds_in_the_order_of_k(device: torch.device) -> None:
     pairs = torch.tensor([1.0, 2.0**30, -(2.0**30)]).view(1, 3, 1).expand(1, 3, 64).contiguous()
     ones = torch.ones(1, 3)
     assert not combine_reference(pairs, ones, torch.float32).any()
-    assert not combine_triton(pairs.to(device), ones.to(device), torch.float32).any()
+    assert not combine.launch(pairs.to(device), ones.to(device), torch.float32).any()
 
 
 def test_combine_gives_a_token_the_same_bits_in_any_company(
@@ -133,7 +132,7 @@ def test_combine_gives_a_token_the_same_bits_in_any_company(
 ) -> None:
     pairs = torch.randn((4, 3, 96), generator=gen).to(device)
     weights = torch.rand((4, 3), generator=gen).to(device)
-    for run in (combine_triton, combine_reference):
+    for run in (combine.launch, combine_reference):
         alone = [run(pairs[t : t + 1], weights[t : t + 1], torch.float32) for t in range(4)]
         assert torch.equal(torch.cat(alone), run(pairs, weights, torch.float32))
 

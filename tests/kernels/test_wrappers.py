@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from seqmoe_kernels import Matrix, Norm, Resolved, Routing, expert_pairs
-from seqmoe_kernels.attention.decode import attention_step_triton
-from seqmoe_kernels.attention.rope import Rotation, rotary_triton
+from seqmoe_kernels.attention.decode import attention_step
+from seqmoe_kernels.attention.rope import Rotation, rotary
 from seqmoe_kernels.dense.linear import linears_triton
-from seqmoe_kernels.dense.norm import rms_norm_triton
-from seqmoe_kernels.experts.combine import combine_triton
-from seqmoe_kernels.experts.mlp import expert_mlp_triton
-from seqmoe_kernels.formats.fp8_block import dequantize_triton
-from seqmoe_kernels.pool.choose import RecordedIds, choose_triton
-from seqmoe_kernels.pool.fetch import fetch_triton
-from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve_triton
-from seqmoe_kernels.pool.route import route_triton
+from seqmoe_kernels.dense.norm import rms_norm
+from seqmoe_kernels.experts.combine import combine
+from seqmoe_kernels.experts.mlp import expert_mlp
+from seqmoe_kernels.formats.fp8_block import dequantize
+from seqmoe_kernels.pool.choose import RecordedIds, choose
+from seqmoe_kernels.pool.fetch import fetch
+from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve
+from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.sampling.kernels import sample_triton
 from seqmoe_kernels.sampling.state import SamplingState
 from seqmoe_kernels.state import NUM_MARKS, ExpertFormat
@@ -40,7 +40,7 @@ def step(**changed: object) -> Callable[[], object]:
     good = {"q": row, "k": row[:, :64], "v": row[:, 64:], "keys": state, "values": state}
     good |= {"position": torch.zeros(1).long(), "scale": 1.0}
     good["rotation"] = Rotation(torch.zeros(16), row[0, :32], row[0, :64], 1e-6)
-    return lambda: attention_step_triton(**(good | changed))
+    return lambda: attention_step.launch(**(good | changed))
 
 
 def sampling(logits: torch.Tensor, **changed: torch.Tensor) -> Callable[[], object]:
@@ -69,13 +69,13 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("[9]", sampling(torch.zeros(9))),
         ("[6]", sampling(torch.zeros(8), settings=torch.zeros(6))),
         ("torch.uint8", sampling(torch.zeros(8), seen=torch.zeros(8).byte())),
-        ("torch.float64", lambda: rms_norm_triton(square.double(), square[0].double(), 1e-6)),
-        ("[31]", lambda: rms_norm_triton(square, torch.zeros(31), 1e-6)),
-        ("(1, 32)", lambda: rms_norm_triton(square.t(), square[0], 1e-6)),
-        ("torch.int32", lambda: rotary_triton(kv, torch.zeros(8).int(), torch.zeros(16))),
-        ("9", lambda: rotary_triton(torch.zeros(1, 1, 9), torch.zeros(1).long(), square[0])),
-        ("33", lambda: route_triton(square, 33, True)),
-        ("0", lambda: route_triton(square, 0, True)),
+        ("torch.float64", lambda: rms_norm.launch(square.double(), square[0].double(), 1e-6)),
+        ("[31]", lambda: rms_norm.launch(square, torch.zeros(31), 1e-6)),
+        ("(1, 32)", lambda: rms_norm.launch(square.t(), square[0], 1e-6)),
+        ("torch.int32", lambda: rotary.launch(kv, torch.zeros(8).int(), torch.zeros(16))),
+        ("9", lambda: rotary.launch(torch.zeros(1, 1, 9), torch.zeros(1).long(), square[0])),
+        ("33", lambda: route.launch(square, 33, True)),
+        ("0", lambda: route.launch(square, 0, True)),
         ("torch.bfloat16", lambda: linears_triton(square[:1], [Matrix(square.bfloat16())])),
         ("[2, 1]", lambda: linears_triton(square[:1], [Matrix(fp8, torch.zeros(2, 1))])),
         ("40", lambda: linears_triton(torch.zeros(1, 40), [Matrix(torch.zeros(8, 40))])),
@@ -86,31 +86,31 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
             "scales",
             lambda: linears_triton(square[:1], [Matrix(square), Matrix(fp8, torch.ones(1, 1))]),
         ),
-        ("top_k is 5", lambda: choose_triton(torch.zeros(1, 4), 0, Routing(4, 5, True), pool(4))),
-        ("[1, 3]", lambda: choose_triton(torch.zeros(1, 3), 0, Routing(4, 2, True), pool(4))),
+        ("top_k is 5", lambda: choose.launch(torch.zeros(1, 4), 0, Routing(4, 5, True), pool(4))),
+        ("[1, 3]", lambda: choose.launch(torch.zeros(1, 3), 0, Routing(4, 2, True), pool(4))),
         (
             "[1, 1, 1]",
-            lambda: choose_triton(torch.zeros(1, 4), 0, Routing(4, 2, True), pool(4), short),
+            lambda: choose.launch(torch.zeros(1, 4), 0, Routing(4, 2, True), pool(4), short),
         ),
-        ("torch.float32", lambda: dequantize_triton(square, torch.zeros(1, 1), torch.float32)),
-        ("torch.int8", lambda: dequantize_triton(fp8, torch.zeros(1, 1), torch.int8)),
-        ("torch.int64", lambda: resolve_triton(torch.tensor([1]), pool(4))),
-        (str(MAX_SLOTS + 1), lambda: resolve_triton(ints(1), pool(MAX_SLOTS + 1))),
-        ("empty", lambda: resolve_triton(ints(), pool(4))),
-        ("40", lambda: fetch_triton(records, records, ints(0), ints(0), ints(1), marks)),
-        ("[2]", lambda: fetch_triton(slots, slots, ints(0), ints(0, 1), ints(1), marks)),
+        ("torch.float32", lambda: dequantize.launch(square, torch.zeros(1, 1), torch.float32)),
+        ("torch.int8", lambda: dequantize.launch(fp8, torch.zeros(1, 1), torch.int8)),
+        ("torch.int64", lambda: resolve.launch(torch.tensor([1]), pool(4))),
+        (str(MAX_SLOTS + 1), lambda: resolve.launch(ints(1), pool(MAX_SLOTS + 1))),
+        ("empty", lambda: resolve.launch(ints(), pool(4))),
+        ("40", lambda: fetch.launch(records, records, ints(0), ints(0), ints(1), marks)),
+        ("[2]", lambda: fetch.launch(slots, slots, ints(0), ints(0, 1), ints(1), marks)),
         ("[1, 32]", lambda: expert_pairs(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
         ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
             "24 x 64",
-            lambda: expert_mlp_triton(x, x, slots, found, one, FMT._replace(inter=24)),
+            lambda: expert_mlp.launch(x, x, slots, found, one, FMT._replace(inter=24)),
         ),
         (
             "4104",
-            lambda: expert_mlp_triton(x, x, slots, found, one, FMT._replace(up=4104)),
+            lambda: expert_mlp.launch(x, x, slots, found, one, FMT._replace(up=4104)),
         ),
-        ("torch.int32", lambda: combine_triton(out, torch.zeros(1, 1), torch.int32)),
-        ("[1, 2]", lambda: combine_triton(out, torch.zeros(1, 2), torch.float32)),
+        ("torch.int32", lambda: combine.launch(out, torch.zeros(1, 1), torch.int32)),
+        ("[1, 2]", lambda: combine.launch(out, torch.zeros(1, 2), torch.float32)),
         ("96", step(q=torch.zeros(1, 96))),
         ("torch.float16", step(v=torch.zeros(1, 64).half())),
         ("torch.int32", step(position=ints(1))),
@@ -147,7 +147,7 @@ def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="cpu"):
-        rms_norm_triton(torch.zeros(1, 8), torch.zeros(8), 1e-6)
+        rms_norm.launch(torch.zeros(1, 8), torch.zeros(8), 1e-6)
 
 
 @pytest.mark.gpu
@@ -156,4 +156,4 @@ def test_fetch_refuses_pageable_records() -> None:
     slots = torch.zeros(2, 64, dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="pageable"):
         marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")
-        fetch_triton(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda(), marks)
+        fetch.launch(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda(), marks)

@@ -31,6 +31,7 @@ from seqmoe_kernels.attention.decode_parts import (
 from seqmoe_kernels.attention.rope import Rotation, rotary_reference
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import rms_norm_reference
 
 SPAN = 64  # the fewest positions of a span; multiples of it in contexts beyond MAX_SPANS of them
@@ -194,7 +195,22 @@ def _check_step(
             check(name, weight, dtype, (dim if weight.numel() == dim else width,), device)
 
 
-def attention_step_triton(
+def _most_spans(num_kv_heads: int, span_elements: int) -> int:
+    """A power of two that depends on the model alone."""
+    most = min(MAX_SPANS, MAX_PROGRAMS // num_kv_heads, MERGED_ELEMENTS // span_elements)
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def _operand(dtype: torch.dtype) -> tl.dtype:
+    """What the matrix products take; the interpreter has none of bfloat16."""
+    if dtype == torch.float16:
+        return tl.float16
+    bf16 = dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    return tl.bfloat16 if bf16 else tl.float32
+
+
+@verb(attention_step_reference)
+def attention_step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -204,6 +220,14 @@ def attention_step_triton(
     rotation: Rotation,
     scale: float,
 ) -> torch.Tensor:
+    """Attend with one token's raw projections `q` [1, n * D] (or [n * D]), `k`, `v` [1, m * D].
+
+    Normalises and rotates queries and keys, writes the key and the value at `position` (int64 [1],
+    below C) of `keys` and `values` [C, m, D], and attends over the positions up to it: [1, n * D]
+    in the dtype of `q`. Query head i reads KV head i // (n / m). Scores, softmax and sums are f32,
+    and the result does not depend on the capacity C. Calls on a device follow each other on one
+    stream.
+    """
     check_kernel_device(q)
     _check_step(q, k, v, keys, values, position, rotation)
     capacity, num_kv_heads, dim = keys.shape
@@ -248,39 +272,3 @@ def attention_step_triton(
         **pdl_options(q.device),
     )
     return out
-
-
-def _most_spans(num_kv_heads: int, span_elements: int) -> int:
-    """A power of two that depends on the model alone."""
-    most = min(MAX_SPANS, MAX_PROGRAMS // num_kv_heads, MERGED_ELEMENTS // span_elements)
-    return 1 << max(most, 1).bit_length() - 1
-
-
-def _operand(dtype: torch.dtype) -> tl.dtype:
-    """What the matrix products take; the interpreter has none of bfloat16."""
-    if dtype == torch.float16:
-        return tl.float16
-    bf16 = dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
-    return tl.bfloat16 if bf16 else tl.float32
-
-
-def attention_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    position: torch.Tensor,
-    rotation: Rotation,
-    scale: float,
-) -> torch.Tensor:
-    """Attend with one token's raw projections `q` [1, n * D] (or [n * D]), `k`, `v` [1, m * D].
-
-    Normalises and rotates queries and keys, writes the key and the value at `position` (int64 [1],
-    below C) of `keys` and `values` [C, m, D], and attends over the positions up to it: [1, n * D]
-    in the dtype of `q`. Query head i reads KV head i // (n / m). Scores, softmax and sums are f32,
-    and the result does not depend on the capacity C. Calls on a device follow each other on one
-    stream.
-    """
-    run = attention_step_triton if q.is_cuda else attention_step_reference
-    return run(q, k, v, keys, values, position, rotation, scale)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.verb import verb
 
 
 class Rotation(NamedTuple):
@@ -49,7 +50,12 @@ def _rotary_kernel(x, positions, inv_freq, out, num_heads, D: tl.constexpr, BLOC
     tl.store(out + at + HALF, (second * cos + first * sin).to(dtype), mask=mask)
 
 
-def rotary_triton(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+@verb(rotary_reference)
+def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Rotate the heads `x` [T, n, D] by `positions` (i64 [T]) times `inv_freq` (f32 [D/2]).
+
+    Dimension i pairs with i + D/2. Angles and rotation are f32; the result has the dtype of `x`.
+    """
     check_kernel_device(x)
     check("x", x, FLOATS, (-1, -1, -1), x.device)
     num_tokens, num_heads, dim = x.shape
@@ -71,12 +77,3 @@ def rotary_triton(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tens
             enable_fp_fusion=True,
         )
     return out
-
-
-def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Rotate the heads `x` [T, n, D] by `positions` (i64 [T]) times `inv_freq` (f32 [D/2]).
-
-    Dimension i pairs with i + D/2. Angles and rotation are f32; the result has the dtype of `x`.
-    """
-    run = rotary_triton if x.is_cuda else rotary_reference
-    return run(x, positions, inv_freq)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 
 
 class Norm(NamedTuple):
@@ -52,7 +53,9 @@ def _rms_norm_kernel(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(out + at + column, normalized(value, gain, inv_rms, out.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@verb(rms_norm_reference)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension of `x` [..., H] in f32, cast back, multiply by `weight` [H]."""
     check_kernel_device(x)
     check("x", x, FLOATS, tuple(x.shape), x.device)
     hidden = x.shape[-1]
@@ -74,8 +77,3 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
             **pdl_options(x.device),
         )
     return out
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the last dimension of `x` [..., H] in f32, cast back, multiply by `weight` [H]."""
-    return (rms_norm_triton if x.is_cuda else rms_norm_reference)(x, weight, eps)

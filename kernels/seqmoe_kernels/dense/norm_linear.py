@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from seqmoe_kernels.common.checks import check_kernel_device
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.linear import (
     Matrix,
     check_linears,
@@ -24,9 +25,11 @@ def normed_linear_reference(
     return h, torch.cat([linear_reference(h, each) for each in matrices], dim=1)
 
 
-def normed_linear_triton(
+@verb(normed_linear_reference)
+def normed_linear(
     x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return h = norm(x), [T, in], and `linear(h, matrix)`; with `more`, its result behind that."""
     check_kernel_device(x)
     matrices = [matrix] if more is None else [matrix, more]
     check_linears(x, matrices, norm, None)
@@ -37,11 +40,3 @@ def normed_linear_triton(
         return h, one_token(x, matrices, norm, None, tiling, h)
     h = rms_norm(x, *norm)
     return h, torch.cat(linears_triton(h, matrices), dim=1)
-
-
-def normed_linear(
-    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return h = norm(x), [T, in], and `linear(h, matrix)`; with `more`, its result behind that."""
-    run = normed_linear_triton if x.is_cuda else normed_linear_reference
-    return run(x, norm, matrix, more)

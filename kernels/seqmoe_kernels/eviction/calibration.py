@@ -8,6 +8,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import (
     SPAN,
     ExpectedUse,
@@ -109,13 +110,17 @@ def _judge_kernel(
         tl.store(part + 1, tl.sum(better * better, 0))
 
 
-def calibrate_triton(
+@verb(calibrate_reference)
+def calibrate(
     used: torch.Tensor,
     top_k: int,
     pool: PoolState,
     expected_use: ExpectedUse,
     ghost: GhostCache | None = None,
 ) -> None:
+    """A step begins: compare past forecasts with what the last step `used`, int32 [L * K], flat ids
+    layer by layer, N or more for none. A `ghost` follows it; `update_expected_use` does the
+    rest."""
     check_kernel_device(used)
     num_experts, num_layers = len(expected_use.recent), len(used) // top_k
     check("used", used, torch.int32, (num_layers * top_k,), used.device)
@@ -136,16 +141,3 @@ def calibrate_triton(
         enable_fp_fusion=True,
         **pdl_options(used.device),
     )
-
-
-def calibrate(
-    used: torch.Tensor,
-    top_k: int,
-    pool: PoolState,
-    expected_use: ExpectedUse,
-    ghost: GhostCache | None = None,
-) -> None:
-    """A step begins: compare past forecasts with what the last step `used`, int32 [L * K], flat ids
-    layer by layer, N or more for none. A `ghost` follows it; `update_expected_use` does the rest."""
-    run = calibrate_triton if used.is_cuda else calibrate_reference
-    run(used, top_k, pool, expected_use, ghost)

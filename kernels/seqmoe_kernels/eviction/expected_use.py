@@ -14,6 +14,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.ghost_cache import (
     BLOCK,
     GhostCache,
@@ -227,36 +228,6 @@ def _mix_kernel(
         tl.store(expected_use.steps + 1, steps + 1)
 
 
-def update_prospects_triton(
-    expected: torch.Tensor,
-    pool: PoolState,
-    expected_use: ExpectedUse,
-    ghost: GhostCache | None = None,
-) -> None:
-    check_kernel_device(expected)
-    num_experts = len(pool.slot_of)
-    check("expected", expected, torch.float32, (NUM_WINDOWS, num_experts), expected.device)
-    check_expected_use(expected_use, num_experts, expected.device)
-    check("slot_coming", expected_use.slot_coming, torch.int64, pool.owner.shape, expected.device)
-    if ghost is not None:
-        check_shadow(ghost, num_experts, expected.device)
-    _mix_kernel[(len(expected_use.parts),)](
-        expected,
-        pool,
-        expected_use,
-        ghost,
-        num_experts,
-        len(pool.owner),
-        len(expected_use.parts),
-        len(pool.log_sums),
-        triton.next_power_of_2(len(expected_use.parts)),
-        BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-        **pdl_options(expected.device),
-    )
-
-
 def check_expected_use(expected_use: ExpectedUse, num_experts: int, device: torch.device) -> None:
     sizes: dict[str, tuple[int, ...]] = {
         "made": (SPAN, NUM_WINDOWS, num_experts),
@@ -282,6 +253,7 @@ def check_expected_use(expected_use: ExpectedUse, num_experts: int, device: torc
         check(name, tensor, torch.float32 if name == "likely" else dtype, sizes[name], device)
 
 
+@verb(update_prospects_reference)
 def update_expected_use(
     expected: torch.Tensor,
     pool: PoolState,
@@ -291,5 +263,25 @@ def update_expected_use(
     """Once past forecasts are judged: mix the new one, `expected` f32 [W, N] uses, with the rates
     that `pool.usage` lets expect, decayed counts that RULE_NOW has been set on for. From now on the
     victims of this step can be chosen. A `ghost` goes on by a step, see `calibrate`."""
-    run = update_prospects_triton if expected.is_cuda else update_prospects_reference
-    run(expected, pool, expected_use, ghost)
+    check_kernel_device(expected)
+    num_experts = len(pool.slot_of)
+    check("expected", expected, torch.float32, (NUM_WINDOWS, num_experts), expected.device)
+    check_expected_use(expected_use, num_experts, expected.device)
+    check("slot_coming", expected_use.slot_coming, torch.int64, pool.owner.shape, expected.device)
+    if ghost is not None:
+        check_shadow(ghost, num_experts, expected.device)
+    _mix_kernel[(len(expected_use.parts),)](
+        expected,
+        pool,
+        expected_use,
+        ghost,
+        num_experts,
+        len(pool.owner),
+        len(expected_use.parts),
+        len(pool.log_sums),
+        triton.next_power_of_2(len(expected_use.parts)),
+        BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **pdl_options(expected.device),
+    )

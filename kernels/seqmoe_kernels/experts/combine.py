@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.verb import verb
 
 
 def combine_reference(
@@ -30,9 +31,12 @@ def _combine_kernel(pairs, weights, out, K, H, BLOCK: tl.constexpr):
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=mask)
 
 
-def combine_triton(
-    pairs: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+@verb(combine_reference)
+def combine(pairs: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Sum `pairs` (f32 [T, K, H]) times `weights` (f32 [T, K]) over k = 0..K-1, in that order.
+
+    Returns `out_dtype` [T, H].
+    """
     check_kernel_device(pairs)
     check("pairs", pairs, torch.float32, (-1, -1, -1), pairs.device)
     num_tokens, top_k, hidden = pairs.shape
@@ -47,11 +51,3 @@ def combine_triton(
             pairs, weights, out, top_k, hidden, block, num_warps=2, enable_fp_fusion=True
         )
     return out
-
-
-def combine(pairs: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Sum `pairs` (f32 [T, K, H]) times `weights` (f32 [T, K]) over k = 0..K-1, in that order.
-
-    Returns `out_dtype` [T, H].
-    """
-    return (combine_triton if pairs.is_cuda else combine_reference)(pairs, weights, out_dtype)

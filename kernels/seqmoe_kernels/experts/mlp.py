@@ -11,6 +11,7 @@ import triton
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import pdl_options
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.tensor_core_gemv import on_tensor_cores, operand_of
 from seqmoe_kernels.dense.tiling import RowTiling, down_tiling, gate_up_tiling
 from seqmoe_kernels.experts.combine import combine_reference
@@ -143,20 +144,7 @@ def down_triton(
     return out
 
 
-def expert_mlp_triton(
-    x: torch.Tensor,
-    h: torch.Tensor,
-    slots: torch.Tensor,
-    resolved: Resolved,
-    weights: torch.Tensor,
-    fmt: ExpertFormat,
-) -> torch.Tensor:
-    check_kernel_device(x)
-    check_expert_mlp(x, h, slots, resolved, weights, fmt)
-    act = gate_up_triton(h, slots, resolved, fmt)
-    return down_triton(act, slots, resolved.slots, weights, x, fmt)
-
-
+@verb(expert_mlp_reference)
 def expert_mlp(
     x: torch.Tensor,
     h: torch.Tensor,
@@ -172,5 +160,7 @@ def expert_mlp(
     f32; the activation and the sum over the experts are rounded to the dtype of `x`. The bits do
     not depend on which slots they are.
     """
-    run = expert_mlp_triton if x.is_cuda else expert_mlp_reference
-    return run(x, h, slots, resolved, weights, fmt)
+    check_kernel_device(x)
+    check_expert_mlp(x, h, slots, resolved, weights, fmt)
+    act = gate_up_triton(h, slots, resolved, fmt)
+    return down_triton(act, slots, resolved.slots, weights, x, fmt)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.verb import verb
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -79,9 +80,11 @@ def _dequantize_kernel(weight, scale, out, rows, cols, ROWS: tl.constexpr):
     tl.store(out + at, (value * factor).to(out.dtype.element_ty), mask=mask)
 
 
-def dequantize_triton(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+@verb(dequantize_reference)
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `weight` (float8_e4m3fn [R, C]) times its block's `scale` (f32 [R/128, C/128], rounded
+    up), rounded once to `dtype`.
+    """
     check_kernel_device(weight)
     check("weight", weight, torch.float8_e4m3fn, (-1, -1), weight.device)
     rows, cols = weight.shape
@@ -95,11 +98,3 @@ def dequantize_triton(
         weight.view(torch.int8), scale, out, rows, cols, tile_rows, enable_fp_fusion=True
     )
     return out
-
-
-def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `weight` (float8_e4m3fn [R, C]) times its block's `scale` (f32 [R/128, C/128], rounded
-    up), rounded once to `dtype`.
-    """
-    run = dequantize_triton if weight.is_cuda else dequantize_reference
-    return run(weight, scale, dtype)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import ExpectedUse, check_expected_use
 from seqmoe_kernels.pool.landing import check_flights, look_at_flights
 from seqmoe_kernels.pool.lock import (
@@ -138,12 +139,13 @@ def _choose_kernel(
     tl.store(weights + rank, shares, mask=rank < K)
     top_k: tl.constexpr = K if PREFETCH else 0
     resolve_experts(
-        flat, K, pool, flights, seen, expected_use, layer * E, resolved, num_slots, num_gaps, BLOCK_S,
-        top_k,
+        flat, K, pool, flights, seen, expected_use, layer * E, resolved, num_slots, num_gaps,
+        BLOCK_S, top_k,
     )  # fmt: skip
 
 
-def choose_triton(
+@verb(choose_reference)
+def choose(
     logits: torch.Tensor,
     layer: int,
     routing: Routing,
@@ -154,6 +156,13 @@ def choose_triton(
     used: torch.Tensor | None = None,
     handover: Handover | None = None,
 ) -> Chosen:
+    """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
+
+    With `recorded` the router's weights stay, its choice is replaced. With `expected_use` the
+    victims are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With `handover`
+    the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left there for
+    `schedule_prefetches`. Updates `pool`, `flights` and `handover` in place.
+    """
     check_kernel_device(logits)
     num_experts, top_k, renormalize = routing
     num_later = 0
@@ -215,25 +224,3 @@ def choose_triton(
         **pdl_options(logits.device),
     )
     return chosen
-
-
-def choose(
-    logits: torch.Tensor,
-    layer: int,
-    routing: Routing,
-    pool: PoolState,
-    recorded: RecordedIds | None = None,
-    flights: Flights | None = None,
-    expected_use: ExpectedUse | None = None,
-    used: torch.Tensor | None = None,
-    handover: Handover | None = None,
-) -> Chosen:
-    """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
-
-    With `recorded` the router's weights stay, its choice is replaced. With `expected_use` the victims
-    are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With `handover`
-    the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left there for
-    `schedule_prefetches`. Updates `pool`, `flights` and `handover` in place.
-    """
-    run = choose_triton if logits.is_cuda else choose_reference
-    return run(logits, layer, routing, pool, recorded, flights, expected_use, used, handover)

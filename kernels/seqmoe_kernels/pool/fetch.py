@@ -12,6 +12,7 @@ import triton.language as tl
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.clock import now_ns, now_ns_reference
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.pool.landing import check_flights
 from seqmoe_kernels.pool.lock import Handover, check_handover, free_lock, free_lock_reference
 from seqmoe_kernels.prefetch.lookahead import Ahead
@@ -140,7 +141,24 @@ def _fetch_kernel(
                 tl.store(flights.control, tl.load(pool.clock) * 2)
 
 
-def fetch_triton(
+def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
+    """The arguments of `_fetch_kernel` from `handover` on."""
+    if prefetching is None:
+        return *(None,) * 7, 1, None, None, 0, 1, *(1,) * 9, False, False
+    pool, flights, ahead, handover, layer = prefetching
+    if ahead is None:
+        return (
+            *(handover, pool, flights, *(None,) * 4, 1, None, None, layer, 1, *(1,) * 9),
+            *(False, False),
+        )
+    top_k, asking = len(ahead.wanted), ahead.asking
+    names, sizes = asking_arguments(asking, top_k, prefetching.pool, prefetching.flights)
+    event = (ahead.wanted, ahead.slots, ahead.layer)
+    return None, pool, flights, asking.expected_use, ahead.logits, *names, *event, *sizes
+
+
+@verb(fetch_reference)
+def fetch(
     records: torch.Tensor,
     slots: torch.Tensor,
     miss_ids: torch.Tensor,
@@ -149,6 +167,14 @@ def fetch_triton(
     marks: torch.Tensor,
     prefetching: Prefetching | None = None,
 ) -> None:
+    """Copy `records` (uint8 [N, R], host) of the first `num_misses` (int32 [1]) `miss_ids` (int32
+    [n]) into the `miss_slots` (int32 [n]) of `slots` (uint8 [S, R]); a slot of -1 is left out.
+    The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
+
+    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link. With
+    `prefetching`, who copies is told that the misses are served, and what is named ahead is asked
+    for.
+    """
     check_kernel_device(slots)
     record_bytes = slots.shape[-1]
     if record_bytes % 16:
@@ -189,40 +215,3 @@ def fetch_triton(
             enable_fp_fusion=True,
             **pdl_options(slots.device),
         )
-
-
-def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
-    """The arguments of `_fetch_kernel` from `handover` on."""
-    if prefetching is None:
-        return *(None,) * 7, 1, None, None, 0, 1, *(1,) * 9, False, False
-    pool, flights, ahead, handover, layer = prefetching
-    if ahead is None:
-        return (
-            *(handover, pool, flights, *(None,) * 4, 1, None, None, layer, 1, *(1,) * 9),
-            *(False, False),
-        )
-    top_k, asking = len(ahead.wanted), ahead.asking
-    names, sizes = asking_arguments(asking, top_k, prefetching.pool, prefetching.flights)
-    event = (ahead.wanted, ahead.slots, ahead.layer)
-    return None, pool, flights, asking.expected_use, ahead.logits, *names, *event, *sizes
-
-
-def fetch(
-    records: torch.Tensor,
-    slots: torch.Tensor,
-    miss_ids: torch.Tensor,
-    miss_slots: torch.Tensor,
-    num_misses: torch.Tensor,
-    marks: torch.Tensor,
-    prefetching: Prefetching | None = None,
-) -> None:
-    """Copy `records` (uint8 [N, R], host) of the first `num_misses` (int32 [1]) `miss_ids` (int32
-    [n]) into the `miss_slots` (int32 [n]) of `slots` (uint8 [S, R]); a slot of -1 is left out.
-    The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
-
-    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link. With
-    `prefetching`, who copies is told that the misses are served, and what is named ahead is asked
-    for.
-    """
-    run = fetch_triton if slots.is_cuda else fetch_reference
-    run(records, slots, miss_ids, miss_slots, num_misses, marks, prefetching)

@@ -1,8 +1,8 @@
 """The gate: kernels beside those of a step take turns with them in the pool's bookkeeping.
 
 `choose` closes it before an event, and waits until nobody is inside; `fetch`, behind the event,
-opens it. `schedule_prefetches` goes in through the open gate, asks for prefetches, and leaves it closed. So
-they never meet, none waits for one that does not run, and an event that finds nobody inside has
+opens it. `schedule_prefetches` goes in through the open gate, asks for prefetches, and leaves it
+closed. So they never meet, none waits for one that does not run, and an event that finds nobody inside has
 lost nothing.
 """
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.clock import add_span_reference, now_ns, now_ns_reference
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import GAP_SHIFT, ExpectedUse
 from seqmoe_kernels.eviction.victims import NEVER, victim_scores, victim_scores_reference
 from seqmoe_kernels.pool.landing import (
@@ -177,8 +178,8 @@ def resolve_experts(
     TOP_K: tl.constexpr,
 ):
     """One event for the first `n` of the distinct flat ids `expert` (int32, a power of two of them,
-    all at least 0); see `resolve`. `seen` comes from `look_at_flights`. With `expected_use` the layers
-    before the id `first_to_come` are passed. TOP_K: the size of `flights.absent`, 0 without
+    all at least 0); see `resolve`. `seen` comes from `look_at_flights`. With `expected_use` the
+    layers before the id `first_to_come` are passed. TOP_K: the size of `flights.absent`, 0 without
     `flights`. For kernels of a single program."""
     PREFETCH: tl.constexpr = TOP_K > 0
     # One program, many threads: a barrier stands between every read of a place and the write to it
@@ -295,9 +296,22 @@ def warps_for(block_slots: int) -> int:
     return min(max(block_slots // 2048, 4), 16)
 
 
-def resolve_triton(
-    wanted: torch.Tensor, pool: PoolState, flights: Flights | None = None
-) -> Resolved:
+@verb(lambda wanted, pool, flights=None: resolve_reference(wanted, pool, flights))
+def resolve(wanted: torch.Tensor, pool: PoolState, flights: Flights | None = None) -> Resolved:
+    """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
+
+    One event: `pool.clock` goes up by one, and every wanted expert gets a new score by
+    `pool.rule`, which its slot takes over. A miss, in the order of `wanted`, takes the slot of the
+    smallest (score, slot), EMPTY slots first, that is neither FETCHING nor holds a wanted expert;
+    its old owner leaves the lookup table, its tags go up. Without such a slot the miss gets slot -1
+    and is counted in NO_VICTIM. The weights are not moved here: `fetch` the result before reading
+    the slots. Updates `pool` in place.
+
+    With `flights`, copies that have landed enter the lookup table first, with the score that their
+    expert has kept. A wanted expert that is under way and about to land is waited for, no longer
+    than PATIENCE_NS; another one is a miss, and its copy is dropped when it lands. A slot whose
+    copy is for an event to come is no victim.
+    """
     check_kernel_device(wanted)
     check("wanted", wanted, torch.int32, (-1,), wanted.device)
     check_pool(pool, wanted.device)
@@ -324,21 +338,3 @@ def resolve_triton(
         enable_fp_fusion=True,
     )
     return resolved
-
-
-def resolve(wanted: torch.Tensor, pool: PoolState, flights: Flights | None = None) -> Resolved:
-    """Look up the slots of `wanted` (int32 [n], distinct flat expert ids) and assign the misses.
-
-    One event: `pool.clock` goes up by one, and every wanted expert gets a new score by
-    `pool.rule`, which its slot takes over. A miss, in the order of `wanted`, takes the slot of the
-    smallest (score, slot), EMPTY slots first, that is neither FETCHING nor holds a wanted expert;
-    its old owner leaves the lookup table, its tags go up. Without such a slot the miss gets slot -1
-    and is counted in NO_VICTIM. The weights are not moved here: `fetch` the result before reading
-    the slots. Updates `pool` in place.
-
-    With `flights`, copies that have landed enter the lookup table first, with the score that their
-    expert has kept. A wanted expert that is under way and about to land is waited for, no longer
-    than PATIENCE_NS; another one is a miss, and its copy is dropped when it lands. A slot whose
-    copy is for an event to come is no victim.
-    """
-    return (resolve_triton if wanted.is_cuda else resolve_reference)(wanted, pool, flights)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.verb import verb
 
 
 def route_reference(
@@ -91,9 +92,13 @@ def _route_kernel(
     tl.store(weights + row * K + rank, best_weights, mask=rank < K)
 
 
-def route_triton(
-    logits: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+@verb(route_reference)
+def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top_k` experts for every row of `logits` [T, E].
+
+    Returns ids (i32 [T, K], best first, the lower id first among equal logits) and weights
+    (f32 [T, K]): their softmax over all E, or with `renormalize` their share of the chosen ones.
+    """
     check_kernel_device(logits)
     check("logits", logits, FLOATS, (-1, -1), logits.device)
     rows, num_experts = logits.shape
@@ -115,13 +120,3 @@ def route_triton(
             enable_fp_fusion=True,
         )
     return ids, weights
-
-
-def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `top_k` experts for every row of `logits` [T, E].
-
-    Returns ids (i32 [T, K], best first, the lower id first among equal logits) and weights
-    (f32 [T, K]): their softmax over all E, or with `renormalize` their share of the chosen ones.
-    """
-    run = route_triton if logits.is_cuda else route_reference
-    return run(logits, top_k, renormalize)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.state import FAULT, NUM_COUNTERS
 
 MAX_VERIFIED_EXPERTS = 65535  # flat ids that a fault can name
@@ -70,13 +71,20 @@ def _verify_kernel(wanted, slots, stamps, counters, n, row_words, BLOCK: tl.cons
     tl.store(counters + _FAULT, tl.where(before == 0, fault, before))
 
 
-def verify_slots_triton(
+@verb(verify_slots_reference)
+def verify_slots(
     wanted: torch.Tensor,
     slots: torch.Tensor,
     pool_slots: torch.Tensor,
     stamp_offset: int,
     counters: torch.Tensor,
 ) -> None:
+    """Check that slot `slots[i]` holds the expert `wanted[i]`, both int32 [n]; -1 is not read.
+
+    `pool_slots` uint8 [S, record_bytes] has the I64 flat id of what each slot holds at
+    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [12]), encoded as described
+    in `formats`; `Fault.decode` reads it. Flat ids below `MAX_VERIFIED_EXPERTS`.
+    """
     check_kernel_device(wanted)
     n = wanted.shape[0]
     check("wanted", wanted, torch.int32, (n,), wanted.device)
@@ -101,20 +109,3 @@ def verify_slots_triton(
             num_warps=1,
             enable_fp_fusion=True,
         )
-
-
-def verify_slots(
-    wanted: torch.Tensor,
-    slots: torch.Tensor,
-    pool_slots: torch.Tensor,
-    stamp_offset: int,
-    counters: torch.Tensor,
-) -> None:
-    """Check that slot `slots[i]` holds the expert `wanted[i]`, both int32 [n]; -1 is not read.
-
-    `pool_slots` uint8 [S, record_bytes] has the I64 flat id of what each slot holds at
-    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [12]), encoded as described
-    in `formats`; `Fault.decode` reads it. Flat ids below `MAX_VERIFIED_EXPERTS`.
-    """
-    run = verify_slots_triton if wanted.is_cuda else verify_slots_reference
-    run(wanted, slots, pool_slots, stamp_offset, counters)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 
 _COLUMNS = 16  # of a program; 32 bytes of bfloat16 are what memory hands out
 
@@ -109,7 +110,8 @@ def _product(matrix, vector, row, inside, K: tl.constexpr, BLOCK_K: tl.constexpr
     return tl.sum(tile.to(tl.float32) * vector[None, :], 1)
 
 
-def sum_rows_triton(
+@verb(sum_rows_reference)
+def sum_rows(
     table: torch.Tensor,
     used: torch.Tensor,
     token: torch.Tensor,
@@ -117,6 +119,11 @@ def sum_rows_triton(
     hidden: torch.Tensor,
     hidden_input: HiddenInput | None,
 ) -> torch.Tensor:
+    """The sum of the rows `used` (int32 [U]) of `table` [N, D], plus the vector of `token` (int64
+    [1]) and `hidden` (f32 [H]), each by its matrix if there is one: f32 [D].
+
+    Rows that are N or more are none, and if the first is none, nor is there a hidden state.
+    """
     check_kernel_device(table)
     check("table", table, FLOATS, (-1, -1), table.device)
     check("used", used, torch.int32, (-1,), table.device)
@@ -163,20 +170,3 @@ def sum_rows_triton(
         **pdl_options(table.device),
     )
     return out
-
-
-def sum_rows(
-    table: torch.Tensor,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
-    hidden: torch.Tensor,
-    hidden_input: HiddenInput | None,
-) -> torch.Tensor:
-    """The sum of the rows `used` (int32 [U]) of `table` [N, D], plus the vector of `token` (int64
-    [1]) and `hidden` (f32 [H]), each by its matrix if there is one: f32 [D].
-
-    Rows that are N or more are none, and if the first is none, nor is there a hidden state.
-    """
-    run = sum_rows_triton if table.is_cuda else sum_rows_reference
-    return run(table, used, token, token_input, hidden, hidden_input)

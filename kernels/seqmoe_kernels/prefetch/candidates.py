@@ -12,6 +12,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.pool.landing import check_flights
 from seqmoe_kernels.state import CERTAIN, LEAST, Flights, PoolState
 
@@ -82,7 +83,11 @@ def _candidates_kernel(
     tl.store(flights.candidates + place, expert, mask=chosen)
 
 
-def pick_candidates_triton(step_forecast: StepForecast, pool: PoolState, flights: Flights) -> None:
+@verb(pick_candidates_reference)
+def pick_candidates(step_forecast: StepForecast, pool: PoolState, flights: Flights) -> None:
+    """Note in `flights.candidates` the absent experts that are likely to be used in the step that
+    begins: at least LEAST of `flights.rules` probable, and as many as there is room for; of those
+    at the limit that are equally probable all or none."""
     expected, step = step_forecast
     check_kernel_device(expected)
     num_experts = len(pool.slot_of)
@@ -107,11 +112,3 @@ def pick_candidates_triton(step_forecast: StepForecast, pool: PoolState, flights
         enable_fp_fusion=True,
         **pdl_options(expected.device),
     )
-
-
-def pick_candidates(step_forecast: StepForecast, pool: PoolState, flights: Flights) -> None:
-    """Note in `flights.candidates` the absent experts that are likely to be used in the step that
-    begins: at least LEAST of `flights.rules` probable, and as many as there is room for; of those
-    at the limit that are equally probable all or none."""
-    run = pick_candidates_triton if step_forecast.expected.is_cuda else pick_candidates_reference
-    run(step_forecast, pool, flights)

@@ -1,7 +1,7 @@
-"""The handover: two kernels that run beside those of a step, from behind its first layer to its end.
+"""Two kernels that run beside those of a step, from behind its first layer to its end.
 
-`schedule_prefetches` asks for prefetches behind every layer, `copy_prefetches` copies them. Neither is on the
-way of the kernels that compute. A copy stands still while misses are fetched, so that it delays
+`schedule_prefetches` asks for prefetches behind every layer, `copy_prefetches` copies
+them. Neither is on the way of the kernels that compute. A copy stands still while misses are fetched, so that it delays
 none, and is cut short once the event that it is for is over.
 """
 
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.clock import now_ns
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.pool.landing import check_flights
 from seqmoe_kernels.pool.lock import (
     COPY_PROGRAMS,
@@ -74,7 +75,8 @@ def ask_reference(asking: Asking, pool: PoolState, flights: Flights, handover: H
 
 @triton.jit
 def _ask_kernel(
-    pool, flights, handover, limit_ns, expected_use, ids, step, num_steps, num_slots, E: tl.constexpr,
+    pool, flights, handover, limit_ns, expected_use, ids, step, num_steps, num_slots,
+    E: tl.constexpr,
     K: tl.constexpr, NAMES: tl.constexpr, LAYERS: tl.constexpr, DISTANCES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     RECORDED: tl.constexpr, HINTED: tl.constexpr,
@@ -99,7 +101,12 @@ def _ask_kernel(
     tl.atomic_add(pool.counters + _GAVE_UP, gave_up)
 
 
-def ask_triton(asking: Asking, pool: PoolState, flights: Flights, handover: Handover) -> None:
+@verb(ask_reference)
+def schedule_prefetches(
+    asking: Asking, pool: PoolState, flights: Flights, handover: Handover
+) -> None:
+    """Ask for prefetches behind every layer that is still to come in this step but the last one. To
+    be queued beside the kernels of the step, behind those of its first layer."""
     device = pool.clock.device
     check_kernel_device(pool.clock)
     check_asking(asking, pool, flights, device)
@@ -116,14 +123,6 @@ def ask_triton(asking: Asking, pool: PoolState, flights: Flights, handover: Hand
         num_warps=8,
         enable_fp_fusion=True,
     )
-
-
-def schedule_prefetches(
-    asking: Asking, pool: PoolState, flights: Flights, handover: Handover
-) -> None:
-    """Ask for prefetches behind every layer that is still to come in this step but the last one. To
-    be queued beside the kernels of the step, behind those of its first layer."""
-    (ask_triton if pool.clock.is_cuda else ask_reference)(asking, pool, flights, handover)
 
 
 def copy_reference(
@@ -208,13 +207,18 @@ def _copy(
         tl.atomic_xchg(pool.landed_tag + slot, landed, sem="release")
 
 
-def copy_triton(
+@verb(copy_reference)
+def copy_prefetches(
     records: torch.Tensor,
     slots: torch.Tensor,
     pool: PoolState,
     flights: Flights,
     handover: Handover,
 ) -> None:
+    """Copy what is asked for, from `records` (uint8 [N, R], host, pinned) into `slots` (uint8
+    [S, R]), and land the tag behind it, until the last layer has its experts and all requests are
+    served. Minus the tag lands when the event is over before its copy is whole. To be queued beside
+    the kernels of a step, behind those of its first layer."""
     check_kernel_device(slots)
     check_pool(pool, slots.device)
     check_flights(flights, slots.device)
@@ -240,18 +244,3 @@ def copy_triton(
         num_warps=8,
         enable_fp_fusion=True,
     )
-
-
-def copy_prefetches(
-    records: torch.Tensor,
-    slots: torch.Tensor,
-    pool: PoolState,
-    flights: Flights,
-    handover: Handover,
-) -> None:
-    """Copy what is asked for, from `records` (uint8 [N, R], host, pinned) into `slots` (uint8
-    [S, R]), and land the tag behind it, until the last layer has its experts and all requests are
-    served. Minus the tag lands when the event is over before its copy is whole. To be queued beside
-    the kernels of a step, behind those of its first layer."""
-    run = copy_triton if slots.is_cuda else copy_reference
-    run(records, slots, pool, flights, handover)

@@ -114,7 +114,7 @@ def run_triton(device: torch.device, step: Step, capacity: int | None = None) ->
 
 
 def run_there(step: Step) -> torch.Tensor:
-    out: torch.Tensor = step_module.attention_step_triton(*step)
+    out: torch.Tensor = step_module.attention_step.launch(*step)
     arrivals = step_module._arrivals(step.q.device, step.keys.shape[1])
     assert not arrivals.any()  # ready for the next launch
     return out.cpu()

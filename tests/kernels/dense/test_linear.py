@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import Matrix, Norm, dequantize, linear, linears, normed_linear
+from seqmoe_kernels import Matrix, Norm, linear, linears
 from seqmoe_kernels.dense.linear import (
     linear_reference,
     linears_reference,
     linears_triton,
 )
-from seqmoe_kernels.dense.norm_linear import normed_linear_triton
+from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.dense.tiling import RowTiling, linear_tiling
-from seqmoe_kernels.formats.fp8_block import dequantize_reference, dequantize_triton, num_blocks
+from seqmoe_kernels.formats.fp8_block import dequantize, dequantize_reference, num_blocks
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272), (5, 8208)]
 
@@ -47,14 +47,14 @@ def test_every_finite_code_decodes_exactly(device: torch.device, dtype: torch.dt
     one = torch.ones(1, 2)
     finite = ~weight.float().isnan()
     assert finite.sum() == 254
-    got = dequantize_triton(weight.to(device), one.to(device), dtype).cpu()
+    got = dequantize.launch(weight.to(device), one.to(device), dtype).cpu()
     assert torch.equal(got[finite], weight.to(dtype)[finite])
 
 
 @pytest.mark.parametrize("rows,cols", [(1, 16), (130, 260), (256, 128)])
 def test_dequantize(device: torch.device, gen: torch.Generator, rows: int, cols: int) -> None:
     weight, scale = random_fp8(gen, rows, cols)
-    got = dequantize_triton(weight.to(device), scale.to(device), torch.float32).cpu()
+    got = dequantize.launch(weight.to(device), scale.to(device), torch.float32).cpu()
     expected = dequantize_reference(weight, scale, torch.float32)
     assert torch.equal(got, expected)
     assert torch.equal(dequantize(weight, scale, torch.float32), expected)
@@ -227,7 +227,7 @@ def test_the_normed_input_comes_with_the_product(
     norm = Norm((torch.rand(208, generator=gen) + 0.5).to(dtype), 1e-6)
     (matrix,) = random_matrices(gen, 208, [40], dtype, False, False)
     moved = Norm(norm.weight.to(device), norm.eps)
-    h, product = normed_linear_triton(x.to(device), moved, on(device, matrix))
+    h, product = normed_linear.launch(x.to(device), moved, on(device, matrix))
     expected = normed_linear(x, norm, matrix)
     for got, reference in zip((h, product), expected, strict=True):
         torch.testing.assert_close(
@@ -279,9 +279,9 @@ def test_more_rows_behind_a_product_leave_its_bits_alone(
     norm = Norm((torch.rand(208, generator=gen) + 0.5).to(device, dtype), 1e-6)
     matrix, more = random_matrices(gen, 208, [40, 120], dtype, False, False)
     matrix, more = on(device, matrix), on(device, more)
-    h, both = normed_linear_triton(x, norm, matrix, more)
+    h, both = normed_linear.launch(x, norm, matrix, more)
     for part, alone in ((both[:, :40], matrix), (both[:, 40:], more)):
-        expected_h, expected = normed_linear_triton(x, norm, alone)
+        expected_h, expected = normed_linear.launch(x, norm, alone)
         assert torch.equal(h, expected_h)
         if alone is matrix:
             assert torch.equal(part, expected)

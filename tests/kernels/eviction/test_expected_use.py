@@ -16,13 +16,13 @@ from seqmoe_cli.residency.policies import (
     ForecastEviction,
 )
 from seqmoe_cli.residency.pool import make_expected_use
-from seqmoe_kernels.eviction.calibration import calibrate_reference, calibrate_triton
+from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
     ONE,
     SPAN,
+    update_expected_use,
     update_prospects_reference,
-    update_prospects_triton,
 )
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
 from tests.kernels.pool.test_landing import EXPERTS, LAYERS, TOP_K, Case
@@ -119,8 +119,8 @@ def test_as_the_simulator_says(
     for step in range(STEPS):
         for on_gpu, side in sides.items():
             side.start(step)
-            judge = calibrate_triton if on_gpu else calibrate_reference
-            update = update_prospects_triton if on_gpu else update_prospects_reference
+            judge = calibrate.launch if on_gpu else calibrate_reference
+            update = update_expected_use.launch if on_gpu else update_prospects_reference
             judge(used.to(device), top_k, side.pool, side.expected_use)
             update(torch.from_numpy(made[step]).to(device), side.pool, side.expected_use)
             for layer in range(layers):
@@ -150,8 +150,8 @@ def test_an_interruption_is_not_judged(device: torch.device) -> None:
     expected = torch.ones(NUM_WINDOWS, layers * experts, device=device)
 
     def step() -> None:
-        calibrate_triton(used, 1, side.pool, side.expected_use)
-        update_prospects_triton(expected, side.pool, side.expected_use)
+        calibrate.launch(used, 1, side.pool, side.expected_use)
+        update_expected_use.launch(expected, side.pool, side.expected_use)
 
     for _ in range(10):
         step()
@@ -181,8 +181,8 @@ def test_kernels_choose_the_same_victims(device: torch.device, num_slots: int) -
             pool.rule[RULE_NOW] += pool.rule[RULE_TICK]
         calibrate_reference(used, TOP_K, case.pool, case.expected_use)
         update_prospects_reference(expected, case.pool, case.expected_use)
-        calibrate_triton(used.to(device), TOP_K, case.kernel_pool, case.kernel_prospects)
-        update_prospects_triton(expected.to(device), case.kernel_pool, case.kernel_prospects)
+        calibrate.launch(used.to(device), TOP_K, case.kernel_pool, case.kernel_prospects)
+        update_expected_use.launch(expected.to(device), case.kernel_pool, case.kernel_prospects)
         for layer in range(LAYERS):
             case.layer(layer, None)
             case.host()

@@ -14,11 +14,11 @@ from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.residency.policies import LOG2_1P, DecayedFrequency
 from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_cli.residency.slot_table import SlotTable
-from seqmoe_kernels.eviction.calibration import calibrate_reference, calibrate_triton
+from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
+    update_expected_use,
     update_prospects_reference,
-    update_prospects_triton,
 )
 from seqmoe_kernels.eviction.ghost_cache import GhostCache, go_on_reference, size_up_reference
 from seqmoe_kernels.pool.resolve import resolve_reference
@@ -54,8 +54,8 @@ class Side:
 
     def begin(self, used: torch.Tensor, expected: torch.Tensor) -> None:
         self.tick()
-        judge = calibrate_triton if self.by_kernels else calibrate_reference
-        update = update_prospects_triton if self.by_kernels else update_prospects_reference
+        judge = calibrate.launch if self.by_kernels else calibrate_reference
+        update = update_expected_use.launch if self.by_kernels else update_prospects_reference
         judge(used, self.top_k, self.pool, self.expected_use, self.ghost)
         update(expected, self.pool, self.expected_use, self.ghost)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_mlp, expert_pairs
+from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_pairs
 from seqmoe_kernels.dense.tiling import RowTiling
 from seqmoe_kernels.experts.mlp import (
     down_triton,
+    expert_mlp,
     expert_mlp_reference,
-    expert_mlp_triton,
     gate_up_triton,
 )
 from seqmoe_kernels.formats.fp8_block import dequantize_reference, num_blocks
-from seqmoe_kernels.pool.choose import choose_triton
-from seqmoe_kernels.pool.fetch import fetch_triton
-from seqmoe_kernels.pool.resolve import resolve_triton
+from seqmoe_kernels.pool.choose import choose
+from seqmoe_kernels.pool.fetch import fetch
+from seqmoe_kernels.pool.resolve import resolve
 
 FP8 = torch.float8_e4m3fn
 NAN = float("nan")
@@ -124,7 +124,7 @@ def tolerance(dtype: torch.dtype, device: torch.device, rounded_weights: bool = 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
 @pytest.mark.parametrize("hidden,inter", SHAPES)
-@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp_triton])
+@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp.launch])
 def test_one_token(
     device: torch.device,
     gen: torch.Generator,
@@ -154,7 +154,7 @@ def test_one_token(
 
 
 @pytest.mark.parametrize("weight_dtype,dtype", DTYPES)
-@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp_triton])
+@pytest.mark.parametrize("run", [expert_mlp_reference, expert_mlp.launch])
 def test_bits_of_one_token_do_not_depend_on_the_slots(
     device: torch.device,
     gen: torch.Generator,
@@ -220,7 +220,7 @@ def test_one_token_of_a_size_that_no_f16_has(
     nothing = torch.zeros_like(h)
     at, share = found(torch.zeros(1, dtype=torch.int32), device), torch.ones(1, device=device)
     moved = [t.to(device) for t in (nothing, (h * size), slots)]
-    got = expert_mlp_triton(*moved, at, share, fmt)
+    got = expert_mlp.launch(*moved, at, share, fmt)
     expected = expert_mlp_reference(
         nothing, h * size, slots, found(at.slots.cpu(), torch.device("cpu")), share.cpu(), fmt
     )
@@ -312,13 +312,13 @@ def test_what_the_fetch_right_before_brings_is_what_is_computed(
         pool = PoolState.cold(40, 8, device)
         kept = torch.arange(3 - missing, dtype=torch.int32, device=device)
         if len(kept):
-            held = resolve_triton(kept, pool)
+            held = resolve.launch(kept, pool)
             slots[held.slots.long()] = rows[: len(kept)].to(device)
-        chosen = choose_triton(logits, 0, Routing(40, 3, True), pool)
+        chosen = choose.launch(logits, 0, Routing(40, 3, True), pool)
         found = chosen.resolved
         misses = (found.miss_ids, found.miss_slots, found.num_misses)
-        fetch_triton(records, slots, *misses, pool.marks)
-        got = expert_mlp_triton(x.to(device), h.to(device), slots, found, chosen.weights, fmt)
+        fetch.launch(records, slots, *misses, pool.marks)
+        got = expert_mlp.launch(x.to(device), h.to(device), slots, found, chosen.weights, fmt)
         assert found.num_misses.tolist() == [missing]
         error = (got.cpu().double()[0] - x.double()[0] - expected).norm()
         assert error <= tolerance(dtype, device) * (2 * expected.norm() + x.double().norm())

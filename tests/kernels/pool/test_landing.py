@@ -20,13 +20,12 @@ from seqmoe_kernels import (
     Routing,
     StepForecast,
     read_request,
-    resolve,
 )
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
-from seqmoe_kernels.pool.choose import choose_reference, choose_triton
-from seqmoe_kernels.pool.fetch import fetch_reference, fetch_triton
-from seqmoe_kernels.pool.resolve import resolve_reference, resolve_triton
-from seqmoe_kernels.prefetch.candidates import pick_candidates_reference, pick_candidates_triton
+from seqmoe_kernels.pool.choose import choose, choose_reference
+from seqmoe_kernels.pool.fetch import fetch, fetch_reference
+from seqmoe_kernels.pool.resolve import resolve, resolve_reference
+from seqmoe_kernels.prefetch.candidates import pick_candidates, pick_candidates_reference
 from seqmoe_kernels.prefetch.lookahead import FEW_NAMES
 from seqmoe_kernels.state import (
     CERTAIN,
@@ -145,7 +144,7 @@ class Case:
         expected[:, EXPERTS * LAYERS // 2 :] += 0.4  # of the layers beyond look-ahead
         pick_candidates_reference(StepForecast(expected, step), self.pool, self.state)
         moved = StepForecast(expected.to(self.device), step.to(self.device))
-        pick_candidates_triton(moved, self.kernel_pool, self.kernel_state)
+        pick_candidates.launch(moved, self.kernel_pool, self.kernel_state)
         assert_same(self.kernel_pool, self.kernel_state, self.pool, self.state)
 
     def layer(self, layer: int, recorded: torch.Tensor | None) -> None:
@@ -169,8 +168,8 @@ class Case:
                 self.kernel_state,
                 self.kernel_slots,
                 self.kernel_prospects,
-                choose_triton,
-                fetch_triton,
+                choose.launch,
+                fetch.launch,
             ),
         ):
             own, next_ones = logits.to(device).split([EXPERTS, seen * EXPERTS], dim=1)
@@ -249,7 +248,7 @@ def ask_for(expert: int, slot: int, event: int, pool: PoolState, state: Flights)
     state.slot[free], state.event[free] = slot, event
 
 
-RUNS = pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
+RUNS = pytest.mark.parametrize("run", [resolve_reference, resolve.launch])
 
 
 @RUNS
@@ -334,5 +333,5 @@ def test_waiting_ends(device: torch.device) -> None:
     ask_for(7, 1, 1, pool, state)
     state.due_ns[0] = -(2**62)
     pool, state = pool_on(pool, device), flights_on(state, device)
-    resolved = resolve_triton(wanted(7).to(device), pool, state)
+    resolved = resolve.launch(wanted(7).to(device), pool, state)
     assert resolved.num_misses.tolist() == [1] and pool.counters[DROPPED] == 1

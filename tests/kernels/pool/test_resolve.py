@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import PoolState, fetch, resolve
-from seqmoe_kernels.pool.fetch import fetch_reference, fetch_triton
-from seqmoe_kernels.pool.resolve import Resolved, resolve_reference, resolve_triton
+from seqmoe_kernels import PoolState
+from seqmoe_kernels.pool.fetch import fetch, fetch_reference
+from seqmoe_kernels.pool.resolve import Resolved, resolve, resolve_reference
 from seqmoe_kernels.state import (
     EMPTY,
     FETCHING,
@@ -78,7 +78,7 @@ def test_random_events(
         count = int(torch.randint(1, n + 1, (1,), generator=gen))
         ids = torch.randperm(num_experts, generator=gen)[:count].int()
         reference = resolve_reference(ids, expected)
-        assert_same(resolve_triton(ids.to(device), pool), reference)
+        assert_same(resolve.launch(ids.to(device), pool), reference)
         assert_same(pool, expected)
         check_invariants(expected)
         for state in (expected, pool):
@@ -115,7 +115,7 @@ def test_lru_order_and_counters() -> None:
     assert pool.counters[:3].tolist() == [2, 4, 0] and pool.clock.tolist() == [4]
 
 
-@pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
+@pytest.mark.parametrize("run", [resolve_reference, resolve.launch])
 def test_wanted_experts_are_no_victims(run: object, device: torch.device) -> None:
     pool = empty_pool(8, 3)
     for expert in (0, 1, 2):
@@ -126,7 +126,7 @@ def test_wanted_experts_are_no_victims(run: object, device: torch.device) -> Non
     assert resolved.slots.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
+@pytest.mark.parametrize("run", [resolve_reference, resolve.launch])
 def test_no_victim_is_counted_and_never_served(run: object, device: torch.device) -> None:
     pool = empty_pool(8, 2)
     start_prefetch(pool, 6, 0)
@@ -150,7 +150,7 @@ def test_resolve_over_many_slots(device: torch.device) -> None:
     expected.clock.fill_(1501)
     pool = on(expected, device)
     ids = torch.cat((torch.arange(1490, 1500), torch.arange(1600, 1700))).int()
-    assert_same(resolve_triton(ids.to(device), pool), resolve_reference(ids, expected))
+    assert_same(resolve.launch(ids.to(device), pool), resolve_reference(ids, expected))
     assert_same(pool, expected)
     assert int(expected.slot_of[1600]) == 1489
 
@@ -177,13 +177,13 @@ def test_fetch(device: torch.device, gen: torch.Generator, record_bytes: int) ->
     slots = before.to(device, copy=True)
     source = records.pin_memory() if device.type == "cuda" else records
     misses = (ids.to(device), to_slots.to(device), count.to(device))
-    fetch_triton(source, slots, *misses, marks.to(device))
+    fetch.launch(source, slots, *misses, marks.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize()  # before `source` is freed
     assert torch.equal(slots.cpu(), expected)
 
 
-@pytest.mark.parametrize("run", [resolve_reference, resolve_triton])
+@pytest.mark.parametrize("run", [resolve_reference, resolve.launch])
 def test_stall_is_the_time_from_the_misses_to_the_end_of_their_copies(
     run: object, device: torch.device
 ) -> None:
@@ -203,5 +203,5 @@ def test_fetch_marks_its_end(device: torch.device) -> None:
     slots, one = records.to(device), wanted(0).to(device)
     for missing in (0, 1):
         marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device=device)
-        fetch_triton(source, slots, one, one, wanted(missing).to(device), marks)
+        fetch.launch(source, slots, one, one, wanted(missing).to(device), marks)
         assert (marks[STALL_ENDED] > 0).tolist() == bool(missing)

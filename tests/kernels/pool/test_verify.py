@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqmoe_kernels import Fault, verify_slots
+from seqmoe_kernels import Fault
 from seqmoe_kernels.pool.resolve import MAX_SLOTS
 from seqmoe_kernels.pool.step_ring import VALUE_BITS
-from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS, verify_slots_triton
+from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS, verify_slots
 from seqmoe_kernels.state import FAULT, NUM_COUNTERS
 
 NUM_SLOTS, RECORD_BYTES, STAMP = 300, 512, 256
@@ -38,7 +38,7 @@ def verified(
     """The counters after the reference, which those after the kernel must equal."""
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64) if counters is None else counters
     on_device = counters.to(device, copy=True)
-    verify_slots_triton(
+    verify_slots.launch(
         ints(wanted).to(device), ints(slots).to(device), pool_slots.to(device), STAMP, on_device
     )
     expected = counters.clone()
@@ -103,11 +103,11 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     pool, counters = pool_of([0, 1]), torch.zeros(NUM_COUNTERS, dtype=torch.int64)
     one = ints([0])
     return [
-        ("torch.int64", lambda: verify_slots_triton(one.long(), one, pool, STAMP, counters)),
-        ("[2]", lambda: verify_slots_triton(one, ints([0, 1]), pool, STAMP, counters)),
-        ("260", lambda: verify_slots_triton(one, one, pool, 260, counters)),
-        ("512", lambda: verify_slots_triton(one, one, pool, 512, counters)),
-        ("[3]", lambda: verify_slots_triton(one, one, pool, STAMP, counters[:3])),
+        ("torch.int64", lambda: verify_slots.launch(one.long(), one, pool, STAMP, counters)),
+        ("[2]", lambda: verify_slots.launch(one, ints([0, 1]), pool, STAMP, counters)),
+        ("260", lambda: verify_slots.launch(one, one, pool, 260, counters)),
+        ("512", lambda: verify_slots.launch(one, one, pool, 512, counters)),
+        ("[3]", lambda: verify_slots.launch(one, one, pool, STAMP, counters[:3])),
     ]
 
 

@@ -17,11 +17,10 @@ from seqmoe_kernels import (
     UseHistory,
     expected_uses,
     gru_step,
-    sum_rows,
     window_vectors,
 )
 from seqmoe_kernels.dense.tiling import Tiling
-from seqmoe_kernels.predictor.embed import sum_rows_reference, sum_rows_triton
+from seqmoe_kernels.predictor.embed import sum_rows, sum_rows_reference
 from seqmoe_kernels.predictor.gru import gru_step_reference, gru_step_triton
 from seqmoe_kernels.predictor.heads import expected_uses_triton
 from seqmoe_kernels.predictor.horizons import window_vectors_reference, window_vectors_triton
@@ -94,7 +93,7 @@ def test_sum_rows(
     for ids in (used, nothing):
         arguments = (table, ids, *inputs)
         expected = sum_rows_reference(*arguments)
-        assert_near(sum_rows_triton(*moved(arguments, device)), expected)
+        assert_near(sum_rows.launch(*moved(arguments, device)), expected)
         assert torch.equal(sum_rows(*arguments), expected)
     if not rank:
         assert not expected.any()

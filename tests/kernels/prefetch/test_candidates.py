@@ -9,7 +9,6 @@ from seqmoe_kernels import StepForecast, read_request
 from seqmoe_kernels.prefetch.candidates import (
     pick_candidates,
     pick_candidates_reference,
-    pick_candidates_triton,
 )
 from seqmoe_kernels.state import CERTAIN, LEAST
 from tests.kernels.pool.test_landing import EXPERTS, LAYERS, flights_on, make, pool_on
@@ -32,7 +31,7 @@ def test_the_likeliest_absent_ones(device: torch.device, levels: int, least: flo
     kernel_pool, kernel_state = pool_on(pool, device), flights_on(state, device)
     pick_candidates_reference(StepForecast(expected, step), pool, state)
     moved = StepForecast(expected.to(device), step.to(device))
-    pick_candidates_triton(moved, kernel_pool, kernel_state)
+    pick_candidates.launch(moved, kernel_pool, kernel_state)
     assert torch.equal(kernel_state.candidates.cpu(), state.candidates)
     hints = [hint for hint in state.candidates.tolist() if hint >= 0]
     assert hints == sorted(hints) and state.candidates.tolist()[len(hints) :].count(-1) == 16 - len(

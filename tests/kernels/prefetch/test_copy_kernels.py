@@ -7,16 +7,16 @@ import torch
 
 from seqmoe_kernels import Asking, Flights, Handover, RecordedIds, Routing
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
-from seqmoe_kernels.pool.choose import choose_reference, choose_triton
-from seqmoe_kernels.pool.fetch import Prefetching, fetch_reference, fetch_triton
+from seqmoe_kernels.pool.choose import choose
+from seqmoe_kernels.pool.fetch import Prefetching, fetch
 from seqmoe_kernels.pool.lock import COPY_PROGRAMS, INSIDE, OPEN, layer_at_reference
 from seqmoe_kernels.prefetch import copy_kernels
 from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates_reference
 from seqmoe_kernels.prefetch.copy_kernels import (
     ask_reference,
-    ask_triton,
+    copy_prefetches,
     copy_reference,
-    copy_triton,
+    schedule_prefetches,
 )
 from seqmoe_kernels.state import (
     CUT_BYTES,
@@ -67,25 +67,25 @@ class Side:
 
     def event(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """The choice of a layer and its fetch; what its experts' kernel would read [K]."""
-        choose = choose_triton if self.by_kernels else choose_reference
-        fetch = fetch_triton if self.by_kernels else fetch_reference
-        chosen = choose(
+        run_choose = choose.launch if self.by_kernels else choose.reference
+        run_fetch = fetch.launch if self.by_kernels else fetch.reference
+        chosen = run_choose(
             logits.to(self.device), layer, Routing(EXPERTS, TOP_K, True), self.pool, None,
             self.flights, self.expected_use, self.handover.used, self.handover,
         )  # fmt: skip
         beside = Prefetching(self.pool, self.flights, None, self.handover, layer)
-        fetch(self.records, self.slots, *chosen.resolved[1:], self.pool.marks, beside)
+        run_fetch(self.records, self.slots, *chosen.resolved[1:], self.pool.marks, beside)
         places = chosen.resolved.slots.long()
         assert (self.slots[places] == chosen.wanted[:, None]).all()
         return chosen.wanted.cpu()
 
     def ask(self, asking: Asking) -> None:
-        (ask_triton if self.by_kernels else ask_reference)(
+        (schedule_prefetches.launch if self.by_kernels else ask_reference)(
             asking._replace(expected_use=self.expected_use), self.pool, self.flights, self.handover
         )
 
     def copy(self) -> None:
-        (copy_triton if self.by_kernels else copy_reference)(
+        (copy_prefetches.launch if self.by_kernels else copy_reference)(
             self.records, self.slots, self.pool, self.flights, self.handover
         )
 
