@@ -148,8 +148,8 @@ class EvictionSwitch:
 
 
 class Eviction:
-    """The expert of the smallest expected use is the victim, while the switch is on; else the one with
-    the smallest decayed count, and nothing is forecast for it."""
+    """The expert of the smallest expected use is the victim, while the switch is on; else the
+    one with the smallest decayed count, and nothing is forecast for it."""
 
     def __init__(self, expected_use: ExpectedUse, ghost: GhostCache) -> None:
         self.switch = EvictionSwitch()

@@ -28,7 +28,8 @@ def victim_scores_reference(
 @triton.jit
 def victim_scores(pool, expected_use, first_to_come, num_slots, slot):
     """The score by which each slot may become a victim; `_NEVER` if it must not. With
-    `expected_use` that is what its expert is worth, the layers before the id `first_to_come` being passed."""
+    `expected_use` that is what its expert is worth, the layers before the id `first_to_come`
+    being passed."""
     inside = slot < num_slots
     score = tl.load(pool.score + slot, mask=inside, other=_NEVER)
     state = tl.load(pool.state + slot, mask=inside, other=_FETCHING)

@@ -159,9 +159,9 @@ def choose(
     """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
 
     With `recorded` the router's weights stay, its choice is replaced. With `expected_use` the
-    victims are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With `handover`
-    the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left there for
-    `schedule_prefetches`. Updates `pool`, `flights` and `handover` in place.
+    victims are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With
+    `handover` the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left
+    there for `schedule_prefetches`. Updates `pool`, `flights` and `handover` in place.
     """
     check_kernel_device(logits)
     num_experts, top_k, renormalize = routing

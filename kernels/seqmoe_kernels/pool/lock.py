@@ -2,8 +2,8 @@
 
 `choose` closes it before an event, and waits until nobody is inside; `fetch`, behind the event,
 opens it. `schedule_prefetches` goes in through the open gate, asks for prefetches, and leaves it
-closed. So they never meet, none waits for one that does not run, and an event that finds nobody inside has
-lost nothing.
+closed. So they never meet, none waits for one that does not run, and an event that finds
+nobody inside has lost nothing.
 """
 
 from __future__ import annotations

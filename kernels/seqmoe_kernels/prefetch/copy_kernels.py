@@ -1,8 +1,8 @@
 """Two kernels that run beside those of a step, from behind its first layer to its end.
 
 `schedule_prefetches` asks for prefetches behind every layer, `copy_prefetches` copies
-them. Neither is on the way of the kernels that compute. A copy stands still while misses are fetched, so that it delays
-none, and is cut short once the event that it is for is over.
+them. Neither is on the way of the kernels that compute. A copy stands still while misses are
+fetched, so that it delays none, and is cut short once the event that it is for is over.
 """
 
 from __future__ import annotations
