@@ -115,6 +115,11 @@ def test_no_file_is_long() -> None:
     assert not {module: length for module, length in lengths.items() if length > MAX_LINES}
 
 
+def test_tests_share_nothing_but_modules_of_helpers() -> None:
+    named = [name for m in MODULES if m.startswith("tests.") for name in imported_by(m)]
+    assert not [name for name in named if re.search(r"(^|\.)test_", name)]
+
+
 def test_every_module_says_what_it_does() -> None:
     assert not [m for m in PRODUCT if not ast.get_docstring(ast.parse(MODULES[m].read_text()))]
 

@@ -11,7 +11,7 @@ import pytest
 from seqmoe_cli.residency import prefetch as prefetch_module
 from seqmoe_kernels.prefetch import copy_kernels
 from tests.checkpoints import packed_model
-from tests.engine.test_prefetch import SHAPE, open_engine, say
+from tests.engine.conversations import SHAPE, open_engine, say
 
 pytestmark = pytest.mark.gpu
 

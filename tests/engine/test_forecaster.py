@@ -24,7 +24,7 @@ from seqmoe_kernels import Request
 from seqmoe_kernels.eviction.expected_use import ONE, SPAN
 from seqmoe_weights.packed import PackedModel
 from tests.checkpoints import packed_model
-from tests.engine.test_prefetch import Troubled, deadly, late, lost
+from tests.engine.troubled_copies import Troubled, deadly, late, lost
 from tools.simulator.replay import replay
 
 SAMPLING = SamplingParams(temperature=1.0, seed=5)

@@ -2,64 +2,28 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from seqmoe_cli.engine.engine import Engine
-from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.residency import prefetch as prefetch_module
 from seqmoe_cli.residency.prefetch import LEAST_USE, TUNE_EVERY
-from seqmoe_cli.residency.prefetcher import DmaCopier, HostCopier
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
-from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import Request
 from seqmoe_kernels.state import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, READY
 from tests.checkpoints import packed_model
+from tests.engine.conversations import SHAPE, open_engine, say
+from tests.engine.troubled_copies import Troubled, deadly, late, lost, swapped
 
-SAMPLING = SamplingParams(temperature=1.0, seed=5)
-PROMPT = [i * 7 % 200 for i in range(60)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPE = {"num_hidden_layers": 6, "num_experts": 12}
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packed_model(tmp_path_factory.mktemp("prefetch") / "model", "qwen3_moe", **SHAPE)
-
-
-def open_engine(
-    packed: Path, device: str, pool: str = "30%", prefetch: str = "lookahead", **more: object
-) -> Engine:
-    options = EngineOptions(
-        PoolSize.parse(pool),
-        device,
-        "float32",
-        400,
-        verify=True,
-        prefetch=prefetch,
-        prefetch_by=str(more.get("by", "auto")),
-    )
-    engine = Engine.open(packed, options, eager=bool(more.get("eager")))
-    if engine.prefetch is not None:
-        engine.prefetch.hold()
-    return engine
-
-
-def say(engine: Engine, length: int = 25) -> tuple[list[int | None], TurnStats]:
-    """Two turns of one conversation, the pool's state as it is."""
-    engine.reset_kv()
-    stats, tokens = TurnStats(), list[int | None]()
-    for prompt in (PROMPT, [*PROMPT, 5, 6, 7]):
-        for step in engine.generate(prompt, SAMPLING, max_tokens=length):
-            tokens.append(step.token_id)
-            stats.add(step)
-    return tokens, stats
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -74,63 +38,6 @@ def plain(packed: Path, device: str) -> list[int | None]:
     assert stats.prefetched_bytes == 0 and engine.prefetch is None
     engine.close()
     return tokens
-
-
-class Troubled:
-    """A copier on whose behalf things go wrong."""
-
-    trouble: Callable[[Troubled, Request], bool]  # whether it took care of the request itself
-
-    def __init__(self, *parts: object) -> None:
-        records = parts[0]
-        assert isinstance(records, torch.Tensor)
-        kind = DmaCopier if parts[1].is_cuda else HostCopier  # type: ignore[attr-defined]
-        self.real = kind(*parts)  # type: ignore[arg-type]
-        self.luck = random.Random(3)
-        self.held: list[Request] = []
-        self.started = 0
-
-    def begin(self) -> None:
-        self.real.begin()
-
-    def start(self, request: Request, refuse: bool) -> None:
-        self.started += 1
-        if not self.trouble(request):
-            self.real.start(request, refuse)
-
-    def num_under_way(self) -> int:
-        return self.real.num_under_way()
-
-
-def late(copier: Troubled, request: Request) -> bool:
-    time.sleep(copier.luck.choice((0, 0.001, 0.02)))
-    return False
-
-
-def swapped(copier: Troubled, request: Request) -> bool:
-    """Every second request waits for the one after it, whose slot is another."""
-    copier.held.append(request)
-    if len(copier.held) == 2:
-        for held in reversed(copier.held):
-            copier.real.start(held, False)
-        copier.held.clear()
-    return True
-
-
-def lost(copier: Troubled, request: Request) -> bool:
-    """Some copies never arrive, some arrive with an old tag, some are refused."""
-    kind = copier.luck.randrange(6)
-    if kind == 1:
-        copier.real.start(request._replace(tag=request.tag - 1), False)
-    if kind == 2:
-        copier.real.start(request, True)
-    return kind < 3
-
-
-def deadly(copier: Troubled, request: Request) -> bool:
-    if copier.started > 5:
-        raise OSError("no more")
-    return False
 
 
 @pytest.mark.parametrize("trouble", [None, late, swapped, lost, deadly])

@@ -30,40 +30,10 @@ from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.forecast.training import Plan, Progress, Training
 from seqmoe_cli.residency import policies
 from seqmoe_kernels.predictor import heads, horizons
+from tests.forecast.predictors import random_predictor, small_shape
+from tests.traces import EXPERTS, LAYERS, TOP_K, VOCAB, written_trace
 
 CPU = torch.device("cpu")
-LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 24
-
-
-def written_trace(num_sequences: int = 12, length: int = 60, seed: int = 0) -> Trace:
-    """Routing with a rule: in layer 0 the token decides, in layer 1 the one before it, in layer 2
-    the one two steps back. The first five tokens of a sequence are a prompt."""
-    rng = np.random.default_rng(seed)
-    token = rng.integers(0, VOCAB, (num_sequences, length))
-    tokens = [np.roll(token, back, axis=1) for back in range(LAYERS)]
-    first = np.stack(tokens, 2) % EXPERTS
-    second = (first + 1 + np.stack(tokens, 2) // EXPERTS) % EXPERTS
-    experts = np.stack((first, second), 3).reshape(-1, LAYERS, TOP_K).astype(np.uint8)
-    sequence = np.repeat(np.arange(num_sequences, dtype=np.uint32), length)
-    phase = np.tile(np.arange(length) >= 5, num_sequences).astype(np.uint8)
-    ids = token.ravel().astype(np.uint32)
-    hidden = rng.standard_normal((len(ids), 4)).astype(np.float16)
-    axes = np.eye(6, 4, dtype=np.float32)
-    return Trace("rule", "none", EXPERTS, experts, sequence, phase, ids, None, hidden, axes, 0)
-
-
-def small_shape(**sizes: int) -> PredictorShape:
-    given = {"token_rank": 6, "vocab_size": VOCAB, "hidden_rank": 4, "width": 16} | sizes
-    return PredictorShape(LAYERS, EXPERTS, TOP_K, **given)
-
-
-def random_predictor(shape: PredictorShape) -> Predictor:
-    torch.manual_seed(1)
-    predictor = Predictor(shape).eval()
-    std = 0.3 * (16 / shape.width) ** 0.5  # in wider layers, larger ones make a chaos of the state
-    for weight in predictor.parameters():
-        torch.nn.init.normal_(weight, std=std)
-    return predictor
 
 
 def test_the_same_numbers_stand_everywhere() -> None:

@@ -21,7 +21,7 @@ from seqmoe_cli.forecast.recall import recall
 from seqmoe_cli.forecast.recall_table import recall_facts, recall_tables
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.residency.policies import WINDOWS
-from tests.simulator.test_replay import random_trace
+from tests.traces import random_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 

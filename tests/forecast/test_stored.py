@@ -11,7 +11,8 @@ from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.corpus import Corpus
 from seqmoe_cli.forecast.stored import StoredPredictor, open_predictor, round_weights
 from seqmoe_weights.attachment import from_bytes, to_bytes
-from tests.forecast.test_predictor import random_predictor, small_shape, written_trace
+from tests.forecast.predictors import random_predictor, small_shape
+from tests.traces import written_trace
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,9 @@ from seqmoe_cli.residency.switch import MOST_REST, REST, SETTLE
 from seqmoe_kernels.eviction.expected_use import NUM_WINDOWS, SPAN
 from seqmoe_kernels.pool.resolve import resolve_reference
 from seqmoe_kernels.state import MISSED_BY_COUNTS, MISSED_BY_FORECAST, MISSES
-from tests.kernels.eviction.test_ghost_cache import CPU, Side
+from tests.kernels.eviction.forecast_pool import ForecastPool
 
+CPU = torch.device("cpu")
 PLAIN = EvictionCosts(10, 0, 0, 1e-3, 3e-3)  # without a forecast: a miss takes 0.1 ms
 
 
@@ -149,7 +150,7 @@ def test_a_good_forecast_stays_and_a_worthless_one_goes(kind: str) -> None:
     forecast 0.06 more, a miss 0.1."""
     num, steps = LAYERS * EXPERTS, 420
     ids, gen = routing(steps + SPAN), torch.Generator().manual_seed(1)
-    side = Side(num, TOP_K, SLOTS, CPU, False)
+    side = ForecastPool(num, TOP_K, SLOTS, CPU, False)
     eviction = Eviction(side.expected_use, side.ghost)
     used, on = torch.full((LAYERS * TOP_K,), num, dtype=torch.int32), []
     for step in range(steps):
@@ -184,7 +185,7 @@ def test_a_good_forecast_stays_and_a_worthless_one_goes(kind: str) -> None:
 
 
 def test_held() -> None:
-    side = Side(8, 1, 4, CPU, False)
+    side = ForecastPool(8, 1, 4, CPU, False)
     eviction = Eviction(side.expected_use, side.ghost)
     eviction.hold()
     for _ in range(3 * WINDOW):

@@ -14,7 +14,7 @@ import pytest
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.main import main
 from tests.chat.screen import Program
-from tests.simulator.test_replay import random_trace
+from tests.traces import random_trace
 
 MEASURED = "--step-ms 1.69 --fetch-gb 49 --launch-us 0.8"
 SMALL = ["--pool", "45%", "--policy", "lru,belady"]

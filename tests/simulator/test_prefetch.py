@@ -16,7 +16,7 @@ from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.residency.policies import ONE, Blend, ForecastEviction
 from seqmoe_cli.residency.slot_table import SlotTable
-from tests.simulator.test_replay import random_trace
+from tests.traces import random_trace
 from tools.simulator.flight import Flight, Prefetching
 from tools.simulator.forecasts import Blurred, Decayed, Persistence, Popularity
 from tools.simulator.link import PREFETCH_BY, Copy, Link, LinkClock, clock_of

@@ -21,30 +21,12 @@ from seqmoe_cli.residency.policies import DecayedFrequency, Ints
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.slot_table import SlotTable
 from seqmoe_kernels import begin_step
+from tests.traces import random_trace
 from tools.simulator.policies import S3Fifo, WindowedBelady, belady, lru
 from tools.simulator.replay import PolicyOf, replay, slots_for
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the published traces are not here")
-
-
-def random_trace(seed: int, tokens: int, layers: int, num_experts: int, top_k: int) -> Trace:
-    """TraceEvents with favourites, so that pools of every size have hits and misses."""
-    rng = np.random.default_rng(seed)
-    chances = rng.dirichlet(np.full(num_experts, 0.5), layers) + 1e-3
-    chances /= chances.sum(1, keepdims=True)
-    picks = [
-        [rng.choice(num_experts, top_k, False, chances[layer]) for layer in range(layers)]
-        for _ in range(tokens)
-    ]
-    return Trace(
-        model="random",
-        family="none",
-        num_experts=num_experts,
-        experts=np.array(picks, np.uint8),
-        sequence=np.zeros(tokens, np.uint32),
-        phase=np.ones(tokens, np.uint8),
-    )
 
 
 @pytest.mark.parametrize("num_slots", [3, 7, 16, 40])

@@ -25,7 +25,8 @@ from seqmoe_kernels.eviction.expected_use import (
     update_prospects_reference,
 )
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
-from tests.kernels.pool.test_landing import EXPERTS, LAYERS, TOP_K, Case
+from tests.kernels.pool_states import EXPERTS, LAYERS, TOP_K
+from tests.kernels.step_case import Case
 
 # layers, experts of each, used of them
 SHAPES = [(1, 4, 1), (3, 20, 3), (5, 64, 4)]
@@ -171,7 +172,7 @@ def test_kernels_choose_the_same_victims(device: torch.device, num_slots: int) -
     counts = DecayedFrequency(num)
     for pool in (case.pool, case.kernel_pool):
         pool.rule.copy_(torch.tensor([counts.tick, counts.now]))
-    case.expected_use, case.kernel_prospects = (
+    case.expected_use, case.kernel_expected_use = (
         make_expected_use(num, num_slots, place) for place in (torch.device("cpu"), device)
     )
     used = torch.full((LAYERS * TOP_K,), num, dtype=torch.int32)
@@ -181,8 +182,8 @@ def test_kernels_choose_the_same_victims(device: torch.device, num_slots: int) -
             pool.rule[RULE_NOW] += pool.rule[RULE_TICK]
         calibrate_reference(used, TOP_K, case.pool, case.expected_use)
         update_prospects_reference(expected, case.pool, case.expected_use)
-        calibrate.launch(used.to(device), TOP_K, case.kernel_pool, case.kernel_prospects)
-        update_expected_use.launch(expected.to(device), case.kernel_pool, case.kernel_prospects)
+        calibrate.launch(used.to(device), TOP_K, case.kernel_pool, case.kernel_expected_use)
+        update_expected_use.launch(expected.to(device), case.kernel_pool, case.kernel_expected_use)
         for layer in range(LAYERS):
             case.layer(layer, None)
             case.host()

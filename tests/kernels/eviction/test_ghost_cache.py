@@ -11,56 +11,22 @@ from hypothesis import strategies as st
 
 from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.shipped import open_trace
-from seqmoe_cli.residency.policies import LOG2_1P, DecayedFrequency
-from seqmoe_cli.residency.pool import make_expected_use
+from seqmoe_cli.residency.policies import DecayedFrequency
 from seqmoe_cli.residency.slot_table import SlotTable
-from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
-    update_expected_use,
-    update_prospects_reference,
 )
 from seqmoe_kernels.eviction.ghost_cache import GhostCache, go_on_reference, size_up_reference
-from seqmoe_kernels.pool.resolve import resolve_reference
 from seqmoe_kernels.state import (
     MISSED_BY_COUNTS,
     MISSED_BY_FORECAST,
     MISSES,
-    RULE_NOW,
-    RULE_TICK,
     PoolState,
 )
+from tests.kernels.eviction.forecast_pool import ForecastPool
 from tools.simulator.replay import slots_for
 
 CPU = torch.device("cpu")
-
-
-class Side:
-    """A pool whose victims are chosen by a forecast, and its ghost."""
-
-    def __init__(
-        self, num: int, top_k: int, slots: int, device: torch.device, by_kernels: bool
-    ) -> None:
-        self.top_k, self.by_kernels = top_k, by_kernels
-        counts = DecayedFrequency(num)
-        self.pool = PoolState.cold(num, slots, device)
-        self.pool.rule.copy_(torch.tensor([counts.tick, counts.now]))
-        self.pool = self.pool._replace(log_sums=torch.from_numpy(LOG2_1P).int().to(device))
-        self.expected_use = make_expected_use(num, slots, device)
-        self.ghost = GhostCache.unknown(num, device)
-
-    def tick(self) -> None:
-        self.pool.rule[RULE_NOW] += self.pool.rule[RULE_TICK]
-
-    def begin(self, used: torch.Tensor, expected: torch.Tensor) -> None:
-        self.tick()
-        judge = calibrate.launch if self.by_kernels else calibrate_reference
-        update = update_expected_use.launch if self.by_kernels else update_prospects_reference
-        judge(used, self.top_k, self.pool, self.expected_use, self.ghost)
-        update(expected, self.pool, self.expected_use, self.ghost)
-
-    def use(self, ids: torch.Tensor, first_to_come: int) -> None:
-        resolve_reference(ids, self.pool, None, self.expected_use, first_to_come)
 
 
 @pytest.mark.parametrize("slots", [4, 30, 90])
@@ -71,7 +37,7 @@ def test_kernels_are_the_reference(
     """Bit for bit, through an interruption."""
     num = layers * experts
     gen = torch.Generator().manual_seed(slots)
-    sides = [Side(num, top_k, slots, device, by_kernels) for by_kernels in (True, False)]
+    sides = [ForecastPool(num, top_k, slots, device, by_kernels) for by_kernels in (True, False)]
     used = torch.full((layers * top_k,), num, dtype=torch.int32)
     misses = list[int]()
     weight = torch.rand(layers, experts, generator=gen) ** 3 + 1e-3

@@ -4,209 +4,41 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 
 import pytest
 import torch
 
 from seqmoe_kernels import (
-    Ahead,
-    Asking,
     Flights,
     PoolState,
-    Prefetching,
-    RecordedIds,
-    Request,
-    Routing,
-    StepForecast,
-    read_request,
 )
-from seqmoe_kernels.eviction.expected_use import ExpectedUse
-from seqmoe_kernels.pool.choose import choose, choose_reference
-from seqmoe_kernels.pool.fetch import fetch, fetch_reference
 from seqmoe_kernels.pool.resolve import resolve, resolve_reference
-from seqmoe_kernels.prefetch.candidates import pick_candidates, pick_candidates_reference
-from seqmoe_kernels.prefetch.lookahead import FEW_NAMES
 from seqmoe_kernels.state import (
-    CERTAIN,
     DROPPED,
     EMPTY,
     FETCHING,
     HITS,
-    IN_FLIGHT,
     LANDED,
     LATE,
-    LAYER_NS,
-    LEAST,
     MISSES,
-    MOST_KEPT,
     NAMED,
     NO_VICTIM,
-    NUM_FLIGHTS,
     PATIENCE_NS,
-    PER_LAYER,
     PREFETCH_HITS,
     PREFETCHES,
     READY,
-    RIGHT,
 )
-
-CPU = torch.device("cpu")
-COUNTED = [HITS, MISSES, NO_VICTIM, PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED]
-LAYERS, EXPERTS, TOP_K, DISTANCES, NAMES = 6, 12, 3, 4, 4
-HOST = ("requests", "control")
-
-
-def make(num_slots: int, in_flight: int = 2, per_layer: int = 2) -> tuple[PoolState, Flights]:
-    pool = PoolState.cold(LAYERS * EXPERTS, num_slots, CPU)
-    state = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU)
-    state.rules[IN_FLIGHT], state.rules[PER_LAYER] = in_flight, per_layer
-    state.rules[MOST_KEPT] = min(num_slots - 2 * TOP_K, NUM_FLIGHTS)
-    state.rules[LAYER_NS] = 10**15
-    return pool, state
-
-
-def pool_on(pool: PoolState, device: torch.device) -> PoolState:
-    return PoolState(*(tensor.to(device, copy=True) for tensor in pool))
-
-
-def flights_on(state: Flights, device: torch.device) -> Flights:
-    moved = {}
-    for name, tensor in state._asdict().items():
-        if name not in HOST:
-            moved[name] = tensor.to(device, copy=True)
-        else:
-            moved[name] = tensor.pin_memory() if device.type == "cuda" else tensor.clone()
-    return Flights(**moved)
-
-
-def wanted(*ids: int) -> torch.Tensor:
-    return torch.tensor(ids, dtype=torch.int32)
-
-
-def assert_same(
-    pool: PoolState, state: Flights, expected: PoolState, expected_state: Flights
-) -> None:
-    if pool.clock.is_cuda:
-        torch.cuda.synchronize()
-    for name, tensor in expected._asdict().items():
-        if name == "counters":
-            assert pool.counters.cpu()[COUNTED].tolist() == tensor[COUNTED].tolist()
-        elif name != "marks":
-            assert torch.equal(getattr(pool, name).cpu(), tensor), name
-    for name, tensor in expected_state._asdict().items():
-        if name not in ("due_ns", "arrived", "agreed"):
-            assert torch.equal(getattr(state, name).cpu(), tensor), name
-
-
-def invariants(pool: PoolState, state: Flights) -> None:
-    """Of the protocol: who is in the lookup table lies in a READY slot of its own whose tags agree,
-    and nobody else is in it."""
-    under_way = {s for s in state.slot.tolist() if s >= 0 and pool.state[s] == FETCHING}
-    for slot, (owner, kind) in enumerate(
-        zip(pool.owner.tolist(), pool.state.tolist(), strict=True)
-    ):
-        if kind == READY:
-            assert pool.slot_of[owner] == slot
-            assert pool.assigned_tag[slot] == pool.landed_tag[slot]
-        else:
-            assert (pool.slot_of != slot).all()
-        assert (kind == FETCHING) == (slot in under_way)
-        if kind == EMPTY:
-            assert owner == -1
-
-
-class Case:
-    """The same events for references on the CPU and kernels on `device`."""
-
-    def __init__(
-        self, num_slots: int, device: torch.device, seed: int, hinted: bool = False
-    ) -> None:
-        self.hinted = hinted
-        self.device, self.gen = device, torch.Generator().manual_seed(seed)
-        self.pool, self.state = make(num_slots)
-        self.state.rules[LEAST] = CERTAIN // 4
-        self.state.accuracy[:, [NAMED, RIGHT]] = torch.tensor([FEW_NAMES - 9, FEW_NAMES // 4])
-        self.kernel_pool = pool_on(self.pool, device)
-        self.kernel_state = flights_on(self.state, device)
-        self.records = torch.arange(LAYERS * EXPERTS).byte()[:, None].repeat(1, 16)
-        self.slots = torch.zeros(num_slots, 16, dtype=torch.uint8)
-        self.kernel_slots = self.slots.to(device, copy=True)
-        self.pinned = self.records.pin_memory() if device.type == "cuda" else self.records
-        self.expected_use: ExpectedUse | None = None
-        self.kernel_prospects: ExpectedUse | None = None
-        self.asked: deque[Request] = deque()
-        self.next_number = 0
-
-    def pick_candidates(self) -> None:
-        """A forecast of three steps, of which the second one begins."""
-        expected, step = torch.rand(3, LAYERS * EXPERTS, generator=self.gen), torch.tensor([4])
-        expected[:, EXPERTS * LAYERS // 2 :] += 0.4  # of the layers beyond look-ahead
-        pick_candidates_reference(StepForecast(expected, step), self.pool, self.state)
-        moved = StepForecast(expected.to(self.device), step.to(self.device))
-        pick_candidates.launch(moved, self.kernel_pool, self.kernel_state)
-        assert_same(self.kernel_pool, self.kernel_state, self.pool, self.state)
-
-    def layer(self, layer: int, recorded: torch.Tensor | None) -> None:
-        routing = Routing(EXPERTS, TOP_K, True)
-        seen = min(DISTANCES, LAYERS - 1 - layer)
-        logits = torch.randn(1, (1 + seen) * EXPERTS, generator=self.gen)
-        outcomes = []
-        for device, pool, state, slots, expected_use, run, copy in (
-            (
-                CPU,
-                self.pool,
-                self.state,
-                self.slots,
-                self.expected_use,
-                choose_reference,
-                fetch_reference,
-            ),
-            (
-                self.device,
-                self.kernel_pool,
-                self.kernel_state,
-                self.kernel_slots,
-                self.kernel_prospects,
-                choose.launch,
-                fetch.launch,
-            ),
-        ):
-            own, next_ones = logits.to(device).split([EXPERTS, seen * EXPERTS], dim=1)
-            chosen = run(own, layer, routing, pool, None, state, expected_use)
-            ids = None
-            if recorded is not None:
-                step = torch.zeros(1, dtype=torch.int64, device=device)
-                ids = RecordedIds(recorded.to(device), step)
-            num_names = NAMES if recorded is not None else NAMES - 1  # no power of two
-            asking = Asking(EXPERTS, num_names, ids, self.hinted, expected_use)
-            ahead = Ahead(layer, next_ones, chosen.wanted, chosen.resolved.slots, asking)
-            misses = chosen.resolved[1:]
-            records = self.records if device == CPU else self.pinned
-            copy(records, slots, *misses, pool.marks, Prefetching(pool, state, ahead))
-            outcomes.append([t.cpu() for t in (chosen.wanted, *chosen.resolved)])
-            served = chosen.resolved.slots.long()
-            assert torch.equal(slots[served, 0].cpu().int(), chosen.wanted.cpu())
-        assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-        assert_same(self.kernel_pool, self.kernel_state, self.pool, self.state)
-        invariants(self.pool, self.state)
-        while (asked := read_request(self.state.requests, self.next_number)) is not None:
-            self.asked.append(asked)
-            self.next_number += 1
-
-    def host(self) -> None:
-        """The oldest request: done, refused, or not yet."""
-        luck = float(torch.rand(1, generator=self.gen))
-        if not self.asked or luck < 0.3:
-            return
-        tag, slot, expert, _ = self.asked.popleft()
-        if luck < 0.9:
-            self.slots[slot] = self.records[expert]
-            self.kernel_slots[slot] = self.records[expert].to(self.device)
-        else:
-            tag = -tag
-        for pool in (self.pool, self.kernel_pool):
-            pool.landed_tag[slot] = tag
+from tests.kernels.pool_states import (
+    DISTANCES,
+    EXPERTS,
+    LAYERS,
+    NAMES,
+    flights_on,
+    make,
+    pool_on,
+    wanted,
+)
+from tests.kernels.step_case import Case
 
 
 @pytest.mark.parametrize("seed", range(2))

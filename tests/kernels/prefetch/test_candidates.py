@@ -11,8 +11,8 @@ from seqmoe_kernels.prefetch.candidates import (
     pick_candidates_reference,
 )
 from seqmoe_kernels.state import CERTAIN, LEAST
-from tests.kernels.pool.test_landing import EXPERTS, LAYERS, flights_on, make, pool_on
-from tests.kernels.prefetch.test_schedule import ask_ahead, named
+from tests.kernels.pool_states import EXPERTS, LAYERS, flights_on, make, pool_on
+from tests.kernels.prefetch.asking import ask_ahead, named
 
 N = LAYERS * EXPERTS
 

@@ -28,7 +28,7 @@ from seqmoe_kernels.state import (
     PREFETCH_HITS,
     PREFETCHES,
 )
-from tests.kernels.pool.test_landing import (
+from tests.kernels.pool_states import (
     CPU,
     DISTANCES,
     EXPERTS,
@@ -39,7 +39,7 @@ from tests.kernels.pool.test_landing import (
     make,
     pool_on,
 )
-from tests.kernels.pool.test_landing import assert_same as assert_same_state
+from tests.kernels.pool_states import assert_same as assert_same_state
 
 RECORD = 4 * 3 * copy_kernels.BLOCK_WORDS * COPY_PROGRAMS // 2 + 64  # uneven among programs
 
