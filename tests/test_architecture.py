@@ -32,16 +32,17 @@ LAYERS = {
     "seqmoe_cli.environment": set[str](),
     "seqmoe_cli.residency": ENGINE | {"numpy"},
     "seqmoe_cli.models": ENGINE,
-    "seqmoe_cli.forecast": ENGINE | {"numpy"},
-    "seqmoe_cli.replay": CALM | {"seqmoe_cli.forecast", "seqmoe_cli.residency", "numpy"},
+    "seqmoe_cli.forecast": ENGINE | {"seqmoe_cli.residency", "numpy"},
     "seqmoe_cli.engine": ENGINE
-    | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast", "tokenizers"},
+    | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast"},
+    "seqmoe_cli.text": {"seqmoe_cli.errors", "tokenizers"},
+    "seqmoe_cli.terminal": {"rich"},
     "seqmoe_cli.chat": CALM
-    | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_weights"}
-    | {"jinja2", "rich", "prompt_toolkit"},
+    | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_cli.text", "seqmoe_cli.terminal"}
+    | {"seqmoe_weights", "jinja2", "rich", "prompt_toolkit"},
     "seqmoe_cli.bench": CALM
     | {"seqmoe_cli.engine", "seqmoe_cli.chat", "seqmoe_cli.forecast", "seqmoe_cli.residency"}
-    | {"seqmoe_weights", "torch", "numpy", "rich"},
+    | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights", "torch", "numpy", "rich"},
 }
 HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit"]
 ABOVE = {"seqmoe_cli.commands", "seqmoe_cli.main", "seqmoe_cli.__main__"}  # may import all of them
@@ -89,7 +90,7 @@ def test_imports_follow_the_arrows(module: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "simulate", "train"],
+    ["", "chat", "bench", "convert", "info", "doctor", "perplexity", "trace", "train"],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
     program = f"""
