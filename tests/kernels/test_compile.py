@@ -68,7 +68,7 @@ def test_kernels_compile(arch: int, tmp_path: Path) -> None:
 
 def test_every_kernel_is_in_the_list() -> None:
     package = Path(__file__).parents[2] / "kernels" / "seqmoe_kernels"
-    source = "".join(file.read_text() for file in package.glob("*.py"))
+    source = "".join(file.read_text() for file in package.rglob("*.py"))
     written = {
         line.split()[1].split("(")[0]
         for line in source.splitlines()

@@ -1,4 +1,4 @@
-"""FP8 decoding and the matrix-vector kernel against their torch references."""
+"""The matrix-vector kernel against its torch reference."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from seqmoe_kernels.dense.linear import (
 )
 from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.dense.tiling import RowTiling, linear_tiling
-from seqmoe_kernels.formats.fp8_block import dequantize, dequantize_reference, num_blocks
+from seqmoe_kernels.formats.fp8_block import dequantize_reference
+from tests.kernels.fp8_weights import random_fp8
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272), (5, 8208)]
-
-
-def random_fp8(gen: torch.Generator, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All 254 finite codes with equal chance, and scales over four orders of magnitude."""
-    codes = torch.randint(0, 254, (rows, cols), generator=gen, dtype=torch.int16)
-    codes = torch.where(codes >= 127, codes + 1, codes)  # leaves out 0x7f and 0xff
-    scale = 10 ** (torch.rand(num_blocks(rows, cols), generator=gen) * 4 - 4)
-    return codes.to(torch.uint8).view(torch.float8_e4m3fn), scale
 
 
 def linear_triton(x: torch.Tensor, *matrix: torch.Tensor | None) -> torch.Tensor:
@@ -38,28 +31,6 @@ def assert_close_to_product(
     size = x.double().abs() @ weight.double().abs().t()
     worst = ((got.cpu().double() - exact).abs() / size).max()
     assert worst <= tolerance, f"off by {worst} of the terms' magnitude"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_finite_code_decodes_exactly(device: torch.device, dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
-    weight = codes.view(torch.float8_e4m3fn)
-    one = torch.ones(1, 2)
-    finite = ~weight.float().isnan()
-    assert finite.sum() == 254
-    got = dequantize.launch(weight.to(device), one.to(device), dtype).cpu()
-    assert torch.equal(got[finite], weight.to(dtype)[finite])
-
-
-@pytest.mark.parametrize("rows,cols", [(1, 16), (130, 260), (256, 128)])
-def test_dequantize(device: torch.device, gen: torch.Generator, rows: int, cols: int) -> None:
-    weight, scale = random_fp8(gen, rows, cols)
-    got = dequantize.launch(weight.to(device), scale.to(device), torch.float32).cpu()
-    expected = dequantize_reference(weight, scale, torch.float32)
-    assert torch.equal(got, expected)
-    assert torch.equal(dequantize(weight, scale, torch.float32), expected)
-    row, col = rows - 1, cols - 1
-    assert expected[row, col] == weight[row, col].float() * scale[row // 128, col // 128]
 
 
 @pytest.mark.parametrize("bias", [True, False])
