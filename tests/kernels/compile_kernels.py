@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from seqmoe_kernels import fp8, pdl
 from seqmoe_kernels.attention.decode import attention_step
 from seqmoe_kernels.attention.rope import Rotation, rotary
+from seqmoe_kernels.common import launch
 from seqmoe_kernels.dense.linear import Matrix, linears_triton
 from seqmoe_kernels.dense.norm import Norm, rms_norm
 from seqmoe_kernels.dense.norm_linear import normed_linear
@@ -25,6 +25,7 @@ from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_expected_us
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
+from seqmoe_kernels.formats import fp8_block
 from seqmoe_kernels.formats.fp8_block import dequantize
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch
@@ -199,11 +200,11 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
 
 
 def main(arch: int) -> None:
-    launch = JITFunction.run
+    run = JITFunction.run
     names: list[str] = []
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"]
         names.append(self.fn.__name__)
         return kernel
@@ -211,9 +212,9 @@ def main(arch: int) -> None:
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentGpu(arch))
     if arch >= 89:
-        fp8.converts_fp8 = lambda device: True  # type: ignore[assignment]
+        fp8_block.converts_fp8 = lambda device: True  # type: ignore[assignment]
     if arch >= 90:
-        pdl.use_pdl = lambda device: True  # type: ignore[assignment]
+        launch.use_pdl = lambda device: True  # type: ignore[assignment]
     triton.knobs.runtime.interpret = True  # the wrappers' word for: not only CUDA tensors
     call_residency_kernels()
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)

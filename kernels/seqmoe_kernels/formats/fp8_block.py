@@ -1,23 +1,33 @@
-"""FP8 weights in 128x128 blocks: what a byte means, and decoding a whole matrix.
+"""FP8 weights (e4m3) with an F32 scale for each block of 128x128.
 
 Where the card converts FP8 by itself, kernels let it. Elsewhere they see the bytes as int8 and
 decode them with integer operations, just as exactly: the code's exponent and mantissa bits are
 moved to where f16 or f32 has them, which gives the value times 2^-8 or 2^-120 (the difference of
 the two exponent biases).
+
+Weights and 16-bit vectors meet as f16: the codes fit exactly, and the vector does once each slice
+of it is brought near to 1 by a power of two (what is then below 2^-39 of a slice's largest is
+lost).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.verb import verb
+from seqmoe_kernels.formats import Format, Part, TileFunctions
+from seqmoe_kernels.formats.decode import decode_by_tiles
 
 BLOCK = 128
+LARGEST = 448.0  # finite e4m3 value
+_SMALLEST_SCALE = 2.0**-126  # a normal f32: keeps weight / scale finite for blocks near zero
 _BLOCK = tl.constexpr(BLOCK)
 _UNBIAS = tl.constexpr(2.0**120)
 
@@ -30,14 +40,14 @@ def converts_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def kernel_codes(weight: torch.Tensor) -> torch.Tensor:
-    """FP8 weights as kernels on their device want to see them."""
-    return weight if converts_fp8(weight.device) else weight.view(torch.int8)
-
-
 def num_blocks(rows: int, cols: int) -> tuple[int, int]:
     """The shape of the scales of a [rows, cols] weight."""
     return -(-rows // BLOCK), -(-cols // BLOCK)
+
+
+def kernel_codes(weight: torch.Tensor) -> torch.Tensor:
+    """FP8 weights as kernels on their device want to see them."""
+    return weight if converts_fp8(weight.device) else weight.view(torch.int8)
 
 
 @triton.jit
@@ -46,16 +56,8 @@ def block_row(row, K: tl.constexpr):
     return row // _BLOCK * tl.cdiv(K, _BLOCK)
 
 
-def dequantize_reference(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    rows, cols = weight.shape
-    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
-    return (weight.float() * spread).to(dtype)
-
-
 @triton.jit
-def decode_biased(byte):
+def _decode_biased(byte):
     """Decode int8 e4m3 codes to f32 values times 2^-120. Wrong for the two NaN codes only."""
     spread_sign = byte.to(tl.int32) << 20  # s s s s s e e e e m m m 0...
     return (spread_sign & -0x78100000).to(tl.float32, bitcast=True)  # s 0 0 0 0 e e e e m m m 0...
@@ -69,15 +71,68 @@ def decode_half(byte):
 
 
 @triton.jit
-def _dequantize_kernel(weight, scale, out, rows, cols, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    at = row[:, None].to(tl.int64) * cols + col[None, :]
-    scale_row = tl.program_id(0) * ROWS // _BLOCK
-    factor = tl.load(scale + scale_row * tl.cdiv(cols, _BLOCK) + tl.program_id(1))
-    value = decode_biased(tl.load(weight + at, mask=mask, other=0)) * _UNBIAS
-    tl.store(out + at, (value * factor).to(out.dtype.element_ty), mask=mask)
+def _scales(others, first, row, begin, inside, K: tl.constexpr, CACHE: tl.constexpr):
+    """f32 [W, 8]: the rows of a tile lie in one row of blocks, a slice in one block."""
+    at = others[0] + first // _BLOCK * tl.cdiv(K, _BLOCK) + begin // _BLOCK
+    return tl.load(at, mask=inside, other=0.0, cache_modifier=CACHE)[:, None, :]
+
+
+@triton.jit
+def _joined(even, odd, is_odd):
+    return tl.where(is_odd, odd, even)
+
+
+@triton.jit
+def _weights(rows, scales, OPERAND: tl.constexpr):
+    if rows.dtype == tl.int8:
+        return decode_half(rows).to(OPERAND)
+    else:
+        return rows.to(OPERAND)
+
+
+@triton.jit
+def _vector(rows, OPERAND: tl.constexpr, STORED: tl.constexpr):
+    wide = rows.to(tl.float32)
+    shrink, factor = _to_unity(tl.max(tl.abs(wide), 2))
+    if STORED.is_int8():  # see `decode_half`
+        factor *= 256.0
+    return (wide * shrink[:, :, None]).to(OPERAND), factor
+
+
+@triton.jit
+def _to_unity(peak):
+    """A power of two that brings `peak` (f32, at least 0) below 2^15, most to 2^14, and its
+    inverse."""
+    exponent = peak.to(tl.int32, bitcast=True) >> 23
+    shrink = tl.minimum(268 - exponent, 253) << 23
+    grow = tl.maximum(exponent - 14, 1) << 23
+    return shrink.to(tl.float32, bitcast=True), grow.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factor(by, scales):
+    return by[:, None, :] * scales
+
+
+@triton.jit
+def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    factor = tl.load(others[0] + row // _BLOCK * tl.cdiv(cols, _BLOCK) + column // _BLOCK)
+    row, column = row + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    mask = (row < rows)[:, None] & (column < cols)[None, :]
+    at = row[:, None].to(tl.int64) * cols + column[None, :]
+    code = tl.load(weight + at, mask=mask, other=0)
+    if code.dtype == tl.int8:
+        return _decode_biased(code) * _UNBIAS * factor
+    else:
+        return code.to(tl.float32) * factor
+
+
+def dequantize_reference(
+    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    rows, cols = weight.shape
+    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    return (weight.float() * spread).to(dtype)
 
 
 @verb(dequantize_reference)
@@ -92,9 +147,47 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}, expected {' or '.join(map(str, FLOATS))}")
     out = torch.empty((rows, cols), dtype=dtype, device=weight.device)
-    tile_rows = 32
-    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(cols, BLOCK))
-    _dequantize_kernel[grid](
-        weight.view(torch.int8), scale, out, rows, cols, tile_rows, enable_fp_fusion=True
-    )
+    decode_by_tiles(FP8.tiles, weight.view(torch.int8), (scale,), out)
     return out
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[R, C] -> [R/128, 128, C/128, 128], padded with zeros."""
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+class Fp8Block(Format):
+    """Codes float8_e4m3fn [rows, cols] and F32 scales [rows/128, cols/128], rounded up."""
+
+    name = "F8_E4M3"
+    tiles = TileFunctions(tl.constexpr(8), _scales, _joined, _weights, _vector, _factor, _dense)
+
+    def parts(self, rows: int, cols: int) -> tuple[Part, ...]:
+        return Part("", self.name, (rows, cols)), Part("_scale", "F32", num_blocks(rows, cols))
+
+    def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        weight, scale = parts
+        return dequantize(weight, scale, dtype)
+
+    def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The scale of a block is its largest magnitude / 448, and 1 for a block of zeros; values
+        round to nearest, ties to even."""
+        blocks = _blocks(weight.float())
+        largest = blocks.abs().amax(dim=(1, 3))
+        scales = torch.where(largest > 0, (largest / LARGEST).clamp_min(_SMALLEST_SCALE), 1.0)
+        # Rounding of the quotient may end just above 448, which the cast would turn into NaN.
+        scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
+        whole = scaled.reshape(scaled.shape[0] * BLOCK, -1)[: weight.shape[0], : weight.shape[1]]
+        return whole.contiguous().to(torch.float8_e4m3fn), scales
+
+    def operand(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype == torch.float32 else torch.float16
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if converts_fp8(weight.device) else weight.view(torch.int8)
+
+
+FP8 = Fp8Block()
+FORMATS = (FP8,)
