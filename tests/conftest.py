@@ -1,5 +1,5 @@
 """What every test stands on: no network, no file of the user touched, Triton interpreted when there
-is no GPU, and tiny models that are built once per session."""
+is no GPU, and tiny models that are built once per test run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from seqmoe_cli.environment import prepare_torch
+from tests.shared_folders import made_once, name_of
 
 prepare_torch()
 
@@ -25,6 +27,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "ke
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when a kernel is defined
 torch.set_num_threads(1)  # on tiny tensors a second thread only waits for the first
+
+# A busy machine is no reason to fail.
+hypothesis.settings.register_profile(
+    "seqmoe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("seqmoe")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,14 +51,17 @@ def seqmoe_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint(family, **options)`: a tiny Hugging Face checkpoint, written once per session.
+    """`checkpoint(family, **options)`: a tiny Hugging Face checkpoint, written once per test run.
     Tests must not change it. The options are those of `checkpoints.write_checkpoint`."""
     from tests.checkpoints import write_checkpoint
 
-    def build(family: str, **options: Any) -> Path:
-        return write_checkpoint(tmp_path_factory.mktemp(family) / "checkpoint", family, **options)
+    def get(family: str, **options: Any) -> Path:
+        def build(folder: Path) -> None:
+            write_checkpoint(folder / "checkpoint", family, **options)
 
-    return _once(build)
+        return made_once(tmp_path_factory, name_of(family, options), build) / "checkpoint"
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -60,12 +71,14 @@ def packed(
     """`packed(family, **options)`: the same checkpoint, converted. Tests must not change it."""
     from seqmoe_weights.convert import convert
 
-    def build(family: str, quantize: str = "keep", **options: Any) -> Path:
-        target = tmp_path_factory.mktemp(family) / "packed"
-        convert(checkpoint(family, **options), target, quantize, False, None)
-        return target
+    def get(family: str, quantize: str = "keep", **options: Any) -> Path:
+        def build(folder: Path) -> None:
+            convert(checkpoint(family, **options), folder / "packed", quantize, False)
 
-    return _once(build)
+        name = name_of(f"{family}-packed-{quantize}", options)
+        return made_once(tmp_path_factory, name, build) / "packed"
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +87,11 @@ def demo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("gguf")
     from tools.demo_model.split import make_checkpoint
 
+    def build(folder: Path) -> None:
+        make_checkpoint(folder / "checkpoint")
+
     try:
-        return make_checkpoint(tmp_path_factory.mktemp("demo") / "checkpoint")
+        return made_once(tmp_path_factory, "demo", build) / "checkpoint"
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
@@ -85,19 +101,7 @@ def demo_model(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     """The split model, converted. Tests must not change it."""
     from seqmoe_weights.convert import convert
 
-    target = tmp_path_factory.mktemp("demo") / "packed"
-    convert(demo_checkpoint, target, "keep", False)
-    return target
+    def build(folder: Path) -> None:
+        convert(demo_checkpoint, folder / "packed", "keep", False)
 
-
-def _once(build: Callable[..., Path]) -> Callable[..., Path]:
-    """Remember what `build` made for each set of arguments."""
-    made: dict[str, Path] = {}
-
-    def get(family: str, **options: Any) -> Path:
-        key = f"{family} {sorted(options.items())}"
-        if key not in made:
-            made[key] = build(family, **options)
-        return made[key]
-
-    return get
+    return made_once(tmp_path_factory, "demo-packed", build) / "packed"
