@@ -33,7 +33,7 @@ for name in none predictor; do
     flag=$([ $name = none ] || echo "--predictor $OUT/predictor.safetensors")
     # shellcheck disable=SC2086
     for way in "lru,decayed,forecast,belady --prefetch off" "forecast --prefetch lookahead,full"; do
-        CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=2 seqmoe simulate "$WORK/held.trace" --tokens 2500 \
+        CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=2 "$PYTHON" -m tools.simulator "$WORK/held.trace" --tokens 2500 \
             --skip "$SKIP" --pool 25%,45% -o jsonl --policy $way --forecast $name $flag \
             > "$OUT/worth_${name}_${way##* }.jsonl" &
     done

@@ -274,11 +274,11 @@ def _train(
 
 
 def _judge(predictor: Predictor, learned: Trace, judged: Trace) -> Recall:
-    from seqmoe_cli.forecast.foreseen import Foreseen
+    from seqmoe_cli.forecast.predictions import Predictions
     from seqmoe_cli.forecast.recall import recall
 
     with status_line() as tell:
-        return recall(learned, judged, Foreseen(predictor, judged).blocks, tell=tell)
+        return recall(learned, judged, Predictions(predictor, judged).blocks, tell=tell)
 
 
 def _store(

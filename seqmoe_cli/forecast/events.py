@@ -31,24 +31,3 @@ class TraceEvents:
     def num_experts(self) -> int:
         """Of all layers."""
         return self.num_layers * self.trace.num_experts
-
-    @cached_property
-    def next_use(self) -> Ints:
-        """[T * L, K]: the event that uses the same expert next; T * L if none does."""
-        flat = self.events.ravel()
-        order = np.argsort(
-            flat, kind="stable"
-        )  # the uses of an expert one after the other, in time
-        again = flat[order[1:]] == flat[order[:-1]]
-        next_use = np.full(flat.shape, len(self.events))
-        next_use[order[:-1][again]] = order[1:][again] // self.events.shape[1]
-        return next_use.reshape(self.events.shape)
-
-    @cached_property
-    def first_use(self) -> Ints:
-        """[all experts]: the first event that uses each; T * L if none does."""
-        first = np.full(self.num_experts, len(self.events))
-        first[self.events[::-1].ravel()] = np.repeat(
-            np.arange(len(self.events))[::-1], self.events.shape[1]
-        )
-        return first

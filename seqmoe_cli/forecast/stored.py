@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqmoe_cli.errors import PackedModelError, SeqmoeError
-from seqmoe_cli.forecast.foreseen import check_trace
+from seqmoe_cli.forecast.predictions import check_trace
 from seqmoe_cli.forecast.predictor import FORMAT, FORMAT_VERSION, Predictor, PredictorShape
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_weights.attachment import attach_predictor, from_bytes, to_bytes

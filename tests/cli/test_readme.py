@@ -21,7 +21,6 @@ COMMANDS = [
     "doctor",
     "perplexity",
     "trace",
-    "simulate",
     "train",
 ]
 

@@ -1,5 +1,5 @@
-"""seqmoe train: from a model that talks to itself, or from traces, to a predictor that simulate and
-info know; resumed, refused, damaged."""
+"""seqmoe train: from a model that talks to itself, or from traces, to a predictor that info
+knows; resumed, refused, damaged."""
 
 from __future__ import annotations
 
@@ -74,12 +74,6 @@ def test_from_traces_to_a_forecast(
     facts = json.loads(run(capsys, "info", model, "--json", *CPU))["predictor"]
     assert facts["shape"]["width"] == 16 and facts["num_tokens"] == len(whole) - len(part)
     assert "recall, step 1" in run(capsys, "info", model, *CPU)
-    forecast = ["--forecast", "predictor", "--predictor", model]
-    argv = ["simulate", judged, "--pool", "50%", "--policy", "lru,forecast", "-o", "json"]
-    rows = json.loads(run(capsys, *argv, *forecast))
-    assert [row["forecast"] for row in rows] == ["", "predictor"]
-    none = json.loads(run(capsys, *argv, "--forecast", "none"))
-    assert none[0] == rows[0] and none[1]["num_loads"] != rows[1]["num_loads"]
 
 
 def test_what_is_recorded_is_what_was_said(endless: Path, own: Path) -> None:
@@ -137,11 +131,6 @@ def test_a_checkpoint_and_a_file(
     more = json.loads(run(capsys, *argv, "--passes", 3))
     assert more["passes"] == 3 and more["tokens_seen"] > first["tokens_seen"]
     assert {s["forecast"] for s in more["scores"]} >= {"predictor", "token table"}
-    forecast = ["--forecast", "predictor", "--predictor", file]
-    run(capsys, "simulate", own, "--pool", "50%", "--policy", "forecast", *forecast)
-    assert main(["simulate", str(own), "qwen3", *map(str, forecast)]) == 1  # of another shape
-    out, err = capsys.readouterr()
-    assert out == "" and "48 layers of 128 experts" in err  # found before the first row
     assert PackedModel.open(endless).predictor is None
     both = ["train", "--trace", own, "--trace", own, "-o", file, *CPU, *QUICK, "--json"]
     assert json.loads(run(capsys, *both))["num_tokens"] >= first["num_tokens"]
@@ -156,9 +145,6 @@ def test_a_damaged_one_is_refused(
     data = bytearray((model / name).read_bytes())
     data[-1] ^= 1
     (model / name).write_bytes(data)
-    assert main(["simulate", str(own), "--forecast", "predictor", "--predictor", str(model)]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and name in err and len(err.splitlines()) == 2
     for form in ([], ["--json"]):  # all that is not damaged is shown
         assert main(["info", str(model), *CPU, *form]) == 1
         out, err = capsys.readouterr()
@@ -213,13 +199,11 @@ def test_it_belongs_to_the_weights(
     bench += ["--policy", "forecast", "--predictor", file]
     run(capsys, *bench, endless)
     run(capsys, *bench, again)
-    simulate = ["simulate", "--pool", "50%", "--policy", "lru,forecast", "--forecast", "predictor"]
     strange = tmp_path / "strange"
     replace(Trace.load(own), weights_sha256="0" * 64).save(strange)
     for argv in (
         [*bench, other],
         ["train", other, "--trace", own, *CPU, *QUICK],
-        [*simulate, strange, "--predictor", file],
         ["train", "--trace", own, "--trace", strange, "-o", tmp_path / "q", *CPU, *QUICK],
     ):
         assert main([str(word) for word in argv]) == 1
@@ -260,23 +244,6 @@ def test_refused(
     assert main(["train", *argv, *CPU]) == code
     out, err = capsys.readouterr()
     assert out == "" and words in err and len(err.splitlines()) <= 2
-
-
-def test_simulate_refuses_a_predictor_that_nothing_uses(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    argv = ["simulate", "qwen3", "--forecast", "predictor", "--predictor", "x", "--policy", "lru"]
-    assert main(argv) == 2
-    assert "would not be used" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--forecast", "predictor"], ["--predictor", "x"], ["--forecast", "none", "--predictor", "x"]],
-)
-def test_simulate_wants_both_flags(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "qwen3", *argv]) == 2
-    assert "belong together" in capsys.readouterr().err
 
 
 def test_packed_is_untouched_by_a_failed_training(

@@ -17,7 +17,6 @@ from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.residency import prefetch as prefetch_module
 from seqmoe_cli.residency.eviction import EvictionCosts, EvictionSwitch
-from seqmoe_cli.residency.policies import Blend, ForecastEviction
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import PREFETCHES, EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import Request
@@ -25,6 +24,7 @@ from seqmoe_kernels.eviction.expected_use import ONE, SPAN
 from seqmoe_weights.packed import PackedModel
 from tests.checkpoints import packed_model
 from tests.engine.troubled_copies import Troubled, deadly, late, lost
+from tools.simulator.forecast_eviction import Blend, ForecastEviction
 from tools.simulator.replay import replay
 
 SAMPLING = SamplingParams(temperature=1.0, seed=5)

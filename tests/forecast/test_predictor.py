@@ -13,7 +13,7 @@ import torch
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.beginning import begin
 from seqmoe_cli.forecast.corpus import Corpus, divide, joined
-from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
+from seqmoe_cli.forecast.predictions import Predictions
 from seqmoe_cli.forecast.predictor import (
     HALF_LIVES,
     LEAST_RATE,
@@ -233,7 +233,7 @@ def test_it_finds_what_counting_cannot() -> None:
     before = training.held_out_loss()
     training.run()
     assert training.held_out_loss() < 0.8 * before
-    found = recall(learned, held_out, Foreseen(predictor, held_out).blocks)
+    found = recall(learned, held_out, Predictions(predictor, held_out).blocks)
     own, best = found.scores[-1], best_by_counting(found.scores)
     assert best.forecast.startswith("token table")
     assert best.by_depth[0, 0, 0] > 0.95 and own.by_depth[0, 0, 0] > 0.95  # the token decides
@@ -272,19 +272,6 @@ def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         Training(fresh(), learned, held_out, plan, file)
 
 
-def test_forecasts_of_replayed_tokens() -> None:
-    """They are those of the whole trace, prompts included, at the tokens that are replayed."""
-    trace = written_trace(3, 80)
-    predictor = random_predictor(small_shape())
-    foreseen = Foreseen(predictor, trace)
-    whole = np.concatenate([block for _, block in foreseen.blocks()])
-    assert whole.shape == (240, len(WINDOWS), LAYERS * EXPERTS)
-    tokens = np.flatnonzero(trace.phase == 1)
-    steps = ForeseenSteps(foreseen, tokens, policies.ONE)
-    for step, token in enumerate(tokens):
-        np.testing.assert_array_equal(steps(step), np.rint(whole[token] * policies.ONE))
-
-
 def test_traces_that_do_not_fit() -> None:
     trace, predictor = written_trace(2, 30), random_predictor(small_shape())
     bare = Trace("x", "none", EXPERTS, trace.experts, trace.sequence, trace.phase)
@@ -297,4 +284,4 @@ def test_traces_that_do_not_fit() -> None:
         ),
     ):
         with pytest.raises(SeqmoeError, match=words):
-            Foreseen(predictor, wrong)
+            Predictions(predictor, wrong)

@@ -1,4 +1,4 @@
-"""seqmoe simulate: the published figures, every format, traces of all kinds, errors."""
+"""python -m tools.simulator: the published figures, every format, traces of all kinds, errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.main import main
 from tests.chat.screen import Program
 from tests.traces import random_trace
+from tools.simulator.__main__ import main
 
 MEASURED = "--step-ms 1.69 --fetch-gb 49 --launch-us 0.8"
 SMALL = ["--pool", "45%", "--policy", "lru,belady"]
@@ -30,7 +30,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    code = main(["simulate", *argv])
+    code = main(list(argv))
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
@@ -105,7 +105,7 @@ def test_prefetch_by_gpu_and_by_thread(
     assert row["loads_per_token"] == whole or (row["prefetch_by"] == "gpu" and moved < whole)
 
 
-def test_who_copies_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_copies_is_said(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(small), *SMALL, "--prefetch", "off,lookahead"]
     assert (
         "\nprefetches by gpu, at most 2 under way, at 40 GB/s, 12 us after the request\n"
@@ -166,7 +166,7 @@ def test_several_traces_and_simulated_knowledge(
 
 
 def test_on_a_terminal(small: Path) -> None:
-    program = Program([sys.executable, "-m", "seqmoe_cli", "simulate", str(small), *SMALL])
+    program = Program([sys.executable, "-m", "tools.simulator", str(small), *SMALL])
     assert program.finish() == 0
     text = "\n".join(program.screen.lines)
     assert "policy" in text and "belady" in text and "1.7 ms" in text and "|" not in text
@@ -181,8 +181,8 @@ def test_on_a_terminal(small: Path) -> None:
         (["qwen3", "--policy", "lru,best"], 2, "best"),
         (["qwen3", "--prefetch", "on"], 2, "--prefetch"),
         (["qwen3", "--prefetch-by", "dma"], 2, "--prefetch-by"),
-        (["qwen3", "--dma-gb", "50"], 2, "--dma-gb means nothing to copies by gpu"),
-        (["qwen3", "--prefetch-by", "gpu", "--slack", "0"], 2, "--slack means nothing"),
+        (["qwen3", "--dma-gb", "50"], 2, "--dma-gb has no effect on copies by gpu"),
+        (["qwen3", "--prefetch-by", "gpu", "--slack", "0"], 2, "--slack has no effect"),
         (["qwen3", "--in-flight", "0"], 2, "--in-flight"),
         (["qwen3", "--forecast", "x"], 2, "--forecast"),
         (["qwen3", "-o", "xml"], 2, "-o"),
@@ -191,10 +191,10 @@ def test_on_a_terminal(small: Path) -> None:
         (["qwen3", "--look-ahead", "0.7"], 2, "0.75/0.68"),
         (["qwen3", "--step-ms", "0"], 2, "--step-ms"),
         (["qwen3", "--skip", "128"], 1, "128 tokens"),
-        ([__file__], 1, "test_simulate.py"),
+        ([__file__], 1, "test_command.py"),
     ],
 )
 def test_errors(argv: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *argv]) == code
+    assert main(argv) == code
     out, err = capsys.readouterr()
     assert out == "" and words in err and len(err.splitlines()) <= 2

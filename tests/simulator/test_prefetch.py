@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.shipped import open_trace
-from seqmoe_cli.residency.policies import ONE, Blend, ForecastEviction
+from seqmoe_cli.residency.policies import ONE
 from seqmoe_cli.residency.slot_table import SlotTable
 from tests.traces import random_trace
-from tools.simulator.flight import Flight, Prefetching
+from tools.simulator.flight import Flight, PrefetchRules
+from tools.simulator.forecast_eviction import Blend, ForecastEviction
 from tools.simulator.forecasts import Blurred, Decayed, Persistence, Popularity
 from tools.simulator.link import PREFETCH_BY, Copy, Link, LinkClock, clock_of
 from tools.simulator.policies import belady, lru
@@ -115,7 +116,7 @@ def test_counts_forecast_what_they_have_seen() -> None:
 @pytest.mark.parametrize(("by", "top_k"), [("gpu", 1), ("thread", 3)])  # asked for by an event
 def test_who_knows_the_future_misses_nothing_but_the_first_event(by: str, top_k: int) -> None:
     real = TraceEvents(random_trace(1, 40, 6, 20, top_k))
-    rules = Prefetching(OraclePrefetch(real), in_flight=64, budget=10_000)
+    rules = PrefetchRules(OraclePrefetch(real), in_flight=64, budget=10_000)
     done = replay(real, 60, belady, replace(FAST, prefetch_by=by), rules)
     assert done.loads.sum() == done.loads[0, 0] == top_k
     assert done.used.sum() == done.copies.sum() > 0
@@ -125,7 +126,7 @@ def test_who_knows_the_future_misses_nothing_but_the_first_event(by: str, top_k:
 @by_both
 def test_nothing_is_asked_for_that_cannot_be_in_time(by: str) -> None:
     real = TraceEvents(random_trace(1, 40, 6, 20, 3))
-    done = replay(real, 60, lru, SLOW[by], Prefetching(OraclePrefetch(real)))
+    done = replay(real, 60, lru, SLOW[by], PrefetchRules(OraclePrefetch(real)))
     assert done.copies.sum() == 0
     assert done.loads.tolist() == replay(real, 60, lru).loads.tolist()
 
@@ -135,7 +136,9 @@ def test_copies_are_asked_for_behind_one_of_several_layers(by: str, most: int) -
     real = TraceEvents(random_trace(1, 40, 6, 20, 3))
     link = replace(FAST, prefetch_by=by)
     often, seldom = (
-        replay(real, 60, belady, link, Prefetching(OraclePrefetch(real), in_flight=2, every=every))
+        replay(
+            real, 60, belady, link, PrefetchRules(OraclePrefetch(real), in_flight=2, every=every)
+        )
         for every in (1, 3)
     )
     assert 0 < seldom.copies.max() <= 2 * most < often.copies.max()  # two layers of six
@@ -145,7 +148,7 @@ def test_a_late_copy_is_a_miss() -> None:
     """Half a fetch of lateness is allowed: such copies are waited for, and shorten the stall."""
     real = routing()
     link = Link(layer_s=15e-6, prefetch_by="thread", delay_s=0.0)
-    rules = Prefetching(LookAhead(real, [(1.0, 1.0)] * 6), in_flight=2)
+    rules = PrefetchRules(LookAhead(real, [(1.0, 1.0)] * 6), in_flight=2)
     strict, loose = (
         replay(real, 1536, lru, replace(link, slack=slack), rules) for slack in (0.0, 0.9)
     )
@@ -163,7 +166,7 @@ def test_a_copy_in_part_is_worth_having() -> None:
     trace = replace(trace, experts=np.array([[[0], [0]], [[0], [1]], [[0], [0]]], np.uint8))
     real = TraceEvents(trace)
     link = Link(100, layer_s=4.0, fetch_bytes_per_s=10.0, launch_s=2.0, delay_s=1.0)
-    done = replay(real, 3, lru, link, Prefetching(LookAhead(real, [(1.0, 1.0)])))
+    done = replay(real, 3, lru, link, PrefetchRules(LookAhead(real, [(1.0, 1.0)])))
     assert done.loads.tolist() == [[1, 0], [0, 0], [0, 0]]
     assert done.late.tolist() == [[0, 1], [0, 1], [0, 0]]
     assert done.stall_s.tolist() == pytest.approx([12 + 2 + 7, 2 + 7, 0])
@@ -184,7 +187,7 @@ class WrongPrefetch:
 def test_a_copy_that_nobody_wanted_counts_as_far_as_it_came() -> None:
     trace = replace(random_trace(0, 4, 1, 2, 1), experts=np.zeros((4, 1, 1), np.uint8))
     link = Link(100, layer_s=4.0, fetch_bytes_per_s=10.0, launch_s=2.0, delay_s=1.0)
-    done = replay(trace, 3, lru, link, Prefetching(WrongPrefetch()))
+    done = replay(trace, 3, lru, link, PrefetchRules(WrongPrefetch()))
     assert done.stall_s.tolist() == [12, 0, 0, 0]
     assert done.copies.tolist() == [1, 1, 1, 1] and not done.used.any()
     assert done.unmoved.tolist() == pytest.approx([0.7, 0.7, 0.7, 0])  # the last one: under way
@@ -202,7 +205,7 @@ def test_true_names_without_delay_are_never_slower(
     """In a pool for all experts: nothing is evicted for a copy."""
     real = TraceEvents(random_trace(seed, 12, 4, 6, 3))
     link = Link(layer_s=layer_s, launch_s=0.0, prefetch_by=by, delay_s=0.0)
-    rules = Prefetching(OraclePrefetch(real), in_flight=in_flight)
+    rules = PrefetchRules(OraclePrefetch(real), in_flight=in_flight)
     done, without = (replay(real, 24, lru, link, r) for r in (rules, None))
     assert done.stall_s.sum() <= without.stall_s.sum() + 1e-12
     assert done.loads.sum() + done.copies.sum() == without.loads.sum()  # nothing comes twice
@@ -215,7 +218,7 @@ def test_prefetch_turns_misses_into_hits(source: str, by: str) -> None:
     blend = Blend(real.num_experts, Blurred(real, [0.7] * 4, [0.5] * 4))
     look_ahead = LookAhead(real, [(0.75, 0.68), (0.67, 0.55), (0.61, 0.46), (0.57, 0.4)])
     full = FullPrefetch(real, look_ahead, blend, 0.25)
-    rules = Prefetching(look_ahead if source == "lookahead" else full, in_flight=2)
+    rules = PrefetchRules(look_ahead if source == "lookahead" else full, in_flight=2)
     link = Link(prefetch_by=by, delay_s=30e-6)
     done = replay(
         real, 2764, lambda *_: ForecastEviction(real.num_layers, blend), link, rules, blend
@@ -254,7 +257,7 @@ def test_the_table_stays_whole(
     real = TraceEvents(random_trace(seed, 12, 4, 6, 3))
     policy, table = lru(real, num_slots), SlotTable(num_slots, real.num_experts)
     clock = clock_of(Link(layer_s=layer_s, prefetch_by=by, delay_s=delay_s, slack=0.9))
-    rules = Prefetching(AnyPrefetch(seed), in_flight=3, least=0.0)
+    rules = PrefetchRules(AnyPrefetch(seed), in_flight=3, least=0.0)
     flight = Flight(table, clock, policy, rules, 3)
     flight.start_token(0)
     for event, wanted in enumerate(real.events):

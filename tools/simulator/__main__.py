@@ -1,4 +1,4 @@
-"""`python -m tools.simulator`: recorded routing through a pool, on the CPU and without a model."""
+"""`python -m tools.simulator`: recorded routing through a pool, on the CPU, without a model."""
 
 from __future__ import annotations
 
@@ -10,109 +10,74 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from seqmoe_cli.commands.bench import FORMAT_NAMES
 from seqmoe_cli.commands.options import check_choice
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.main import run
 from seqmoe_cli.settings import PoolSize
 from seqmoe_cli.terminal.console import is_terminal, make_console
 from seqmoe_cli.terminal.progress import status_line
-from tools.simulator.options import (
-    BudgetOption,
-    DelayOption,
-    DiscountOption,
-    DmaOption,
-    EveryOption,
-    FetchOption,
-    ForecastOption,
-    HalfLifeOption,
-    InFlightOption,
-    LaunchOption,
-    LeastOption,
-    LookAheadOption,
-    OutputOption,
-    PoliciesOption,
-    PoolsOption,
-    PrecisionOption,
-    PredictorOption,
-    PrefetchByOption,
-    PrefetchesOption,
-    PromptsOption,
-    RareOption,
-    RecallOption,
-    RecordOption,
-    SeedOption,
-    SkipOption,
-    SlackOption,
-    StepOption,
-    TokensOption,
-    TracesOption,
-    WindowOption,
-    read_accuracy,
-    read_pool,
-    read_shares,
-    read_words,
-)
+from tools.simulator import options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from seqmoe_cli.forecast.stored import StoredPredictor
     from tools.simulator.rows import Row
-    from tools.simulator.study import Assumptions, Foresight, Study
+    from tools.simulator.study import Assumptions, MakeForecast, Study
 
-_USUAL_US = {"gpu": 12.0, "thread": 40.0}  # from a request to its copy
+NAME = "python -m tools.simulator"
+_USUAL_DELAY_US = {"gpu": 12.0, "thread": 40.0}  # from a request to the start of its copy
 
 
 def simulate(
-    traces: TracesOption,
-    pool: PoolsOption = "15%,25%,45%",
-    policy: PoliciesOption = "lru,decayed,s3fifo,forecast,belady",
-    prefetch: PrefetchesOption = "off",
-    prefetch_by: PrefetchByOption = "gpu",
-    forecast: ForecastOption = "blurred",
-    predictor: PredictorOption = None,
-    recall: RecallOption = "0.7,0.6,0.5,0.45",
-    precision: PrecisionOption = None,
-    rare: RareOption = 0.5,
-    look_ahead: LookAheadOption = "0.751/0.680,0.669/0.550,0.613/0.461,0.573/0.399",
-    window: WindowOption = 8,
-    half_life: HalfLifeOption = 16.0,
-    discount: DiscountOption = 2.0,
-    skip: SkipOption = 0,
-    tokens: TokensOption = None,
-    prompts: PromptsOption = False,
-    record_bytes: RecordOption = 4_722_688,
-    step_ms: StepOption = 1.7,
-    fetch_gb: FetchOption = 48.0,
-    dma_gb: DmaOption = None,
-    launch_us: LaunchOption = 1.2,
-    delay_us: DelayOption = None,
-    least: LeastOption = 0.25,
-    budget: BudgetOption = 64,
-    in_flight: InFlightOption = 2,
-    every: EveryOption = 1,
-    slack: SlackOption = None,
-    seed: SeedOption = 0,
-    output: OutputOption = "md",
+    traces: options.Traces,
+    pool: options.Pools = "15%,25%,45%",
+    policy: options.Policies = "lru,decayed,s3fifo,forecast,belady",
+    prefetch: options.Prefetches = "off",
+    prefetch_by: options.PrefetchBy = "gpu",
+    forecast: options.Forecast = "blurred",
+    predictor: options.Predictor = None,
+    recall: options.Recall = "0.7,0.6,0.5,0.45",
+    precision: options.Precision = None,
+    rare: options.Rare = 0.5,
+    look_ahead: options.LookAhead = "0.751/0.680,0.669/0.550,0.613/0.461,0.573/0.399",
+    window: options.Window = 8,
+    half_life: options.HalfLife = 16.0,
+    discount: options.Discount = 2.0,
+    skip: options.Skip = 0,
+    tokens: options.Tokens = None,
+    prompts: options.Prompts = False,
+    record_bytes: options.Record = 4_722_688,
+    step_ms: options.Step = 1.7,
+    fetch_gb: options.Fetch = 48.0,
+    dma_gb: options.Dma = None,
+    launch_us: options.Launch = 1.2,
+    delay_us: options.Delay = None,
+    least: options.Least = 0.25,
+    budget: options.Budget = 64,
+    in_flight: options.InFlight = 2,
+    every: options.Every = 1,
+    slack: options.Slack = None,
+    seed: options.Seed = 0,
+    output: options.Output = "md",
 ) -> None:
     """Replay recorded routing through an expert pool: hits, loads and stall.
 
-    No model and no GPU. Lists make the cross product. The defaults of link and times are those of
-    Qwen3-30B-A3B-FP8 on an H200. Look-ahead is simulated: it is the trace's truth, blurred to a
-    recall and a precision, and so is the forecast unless another is named. A copy that is late
-    counts as a miss.
+    Needs no model and no GPU. Where a list is given, every combination gets a row. The default
+    times are those of Qwen3-30B-A3B-FP8 on one H200. Look-ahead is simulated: it names the experts
+    that the trace really uses, with errors at a chosen rate. So does the forecast, unless
+    --forecast names another. A copy that comes late counts as a miss.
     """
-    from tools.simulator.flight import Prefetching
+    from tools.simulator.flight import PrefetchRules
     from tools.simulator.link import PREFETCH_BY, Link
     from tools.simulator.study import FORECASTS, POLICIES, PREFETCHES, Assumptions
 
     check_choice("--forecast", forecast, FORECASTS)
     check_choice("--prefetch-by", prefetch_by, PREFETCH_BY)
-    check_choice("-o", output, FORMAT_NAMES)
-    pools = [read_pool(word) for word in dict.fromkeys(pool.split(","))]
-    policies = read_words("--policy", policy, POLICIES)
-    prefetches = read_words("--prefetch", prefetch, PREFETCHES)
+    check_choice("-o", output, options.FORMATS)
+    pools = [options.read_pool(word) for word in dict.fromkeys(pool.split(","))]
+    policies = options.read_words("--policy", policy, POLICIES)
+    prefetches = options.read_words("--prefetch", prefetch, PREFETCHES)
     if (forecast == "predictor") != (predictor is not None):
         raise UsageError(
             "--forecast predictor and --predictor belong together",
@@ -126,7 +91,7 @@ def simulate(
     for name, value in (("--dma-gb", dma_gb), ("--slack", slack)):
         if value is not None and prefetch_by == "gpu":
             raise UsageError(
-                f"{name} means nothing to copies by gpu",
+                f"{name} has no effect on copies by gpu",
                 "leave it out, or add --prefetch-by thread",
             )
     stored = None if predictor is None else _predictor(predictor)
@@ -137,16 +102,16 @@ def simulate(
             fetch_bytes_per_s=1e9 * fetch_gb,
             launch_s=1e-6 * launch_us,
             prefetch_by=prefetch_by,
-            delay_s=1e-6 * (_USUAL_US[prefetch_by] if delay_us is None else delay_us),
+            delay_s=1e-6 * (_USUAL_DELAY_US[prefetch_by] if delay_us is None else delay_us),
             dma_bytes_per_s=1e9 * (dma_gb or 52.0),
             slack=slack or 0.0,
         ),
-        rules=Prefetching(in_flight=in_flight, budget=budget, least=least, every=every),
-        look_ahead=read_accuracy(look_ahead),
+        rules=PrefetchRules(in_flight=in_flight, budget=budget, least=least, every=every),
+        look_ahead=options.read_accuracy(look_ahead),
         forecast=forecast,
-        predictor=None if stored is None else _foresight(stored),
-        recall=read_shares("--recall", recall),
-        precision=read_shares("--precision", precision) if precision else (),
+        predictor=None if stored is None else _from_predictor(stored),
+        recall=options.read_shares("--recall", recall),
+        precision=options.read_shares("--precision", precision) if precision else (),
         rare=rare,
         half_life=half_life,
         discount=discount,
@@ -176,7 +141,7 @@ def _studies(
 
 
 def _predictor(source: str) -> StoredPredictor:
-    """That of a model or a file."""
+    """The predictor of a packed model, or one in a file."""
     import torch
 
     from seqmoe_cli.commands.options import find_model
@@ -186,12 +151,12 @@ def _predictor(source: str) -> StoredPredictor:
     return open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))
 
 
-def _foresight(stored: StoredPredictor) -> Foresight:
-    """What a trained predictor would say."""
-    from seqmoe_cli.forecast.foreseen import Foreseen, ForeseenSteps
-    from seqmoe_cli.residency.policies import ONE
+def _from_predictor(stored: StoredPredictor) -> MakeForecast:
+    """The forecast that a trained predictor makes."""
+    from seqmoe_cli.forecast.predictions import Predictions
+    from tools.simulator.forecasts import Predicted
 
-    return lambda whole, replayed: ForeseenSteps(Foreseen(stored.predictor, whole), replayed, ONE)
+    return lambda whole, tokens: Predicted(Predictions(stored.predictor, whole).blocks(), tokens)
 
 
 def _print(
@@ -201,7 +166,7 @@ def _print(
     prefetches: list[str],
     output: str,
 ) -> None:
-    """A table of rich on a terminal, else the lines of the format as they come."""
+    """A table on a terminal; else the lines of the format, each as soon as its row is there."""
     from seqmoe_cli.terminal.formats import csv_lines, json_array, json_lines
     from tools.simulator.rows import markdown
 
@@ -240,11 +205,18 @@ def _table(rows: Iterator[Row]) -> Table:
 
 
 app = typer.Typer(
+    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(simulate)
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the simulator with `argv` (default: the process's own) and return its exit code."""
+    return run(app, NAME, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run(app, "simulate"))
+    sys.exit(main())

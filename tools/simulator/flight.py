@@ -9,18 +9,18 @@ import numpy as np
 from seqmoe_cli.residency.policies import ONE, Ints, Policy
 from seqmoe_cli.residency.slot_table import SlotTable
 from tools.simulator.link import Copy, LinkClock
-from tools.simulator.prefetch import Prefetch
+from tools.simulator.prefetch import CandidateSource
 
 _NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Prefetching:
+class PrefetchRules:
     """`source` None: no prefetch. At most `in_flight` copies are under way, at most `budget` are
     asked for in a token, behind each of the events that `every` divides; a candidate less probable
     than `least` is left alone."""
 
-    source: Prefetch | None = None
+    source: CandidateSource | None = None
     in_flight: int = 2
     budget: int = 64
     least: float = 0.25
@@ -32,7 +32,7 @@ class Flight:
     landed is no victim until the event for which it was made has passed."""
 
     def __init__(
-        self, table: SlotTable, clock: LinkClock, policy: Policy, rules: Prefetching, top_k: int
+        self, table: SlotTable, clock: LinkClock, policy: Policy, rules: PrefetchRules, top_k: int
     ) -> None:
         self._table, self._clock, self._policy, self._rules = table, clock, policy, rules
         self._most_barred = len(table.owner) - 2 * top_k  # every event finds victims

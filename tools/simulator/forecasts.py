@@ -6,7 +6,7 @@ trained predictor, or a recording of what one said, takes their place without an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,9 @@ from seqmoe_cli.residency.policies import (
     WIDTHS,
     WINDOWS,
     DecayedFrequency,
-    ForecastAt,
     Ints,
-    exp2_fixed,
 )
+from tools.simulator.forecast_eviction import ForecastAt, exp2_fixed
 
 
 def no_forecast(routing: TraceEvents) -> ForecastAt:
@@ -94,6 +93,21 @@ class Decayed(_Watching):
         self._counts.start_token(token)
         decayed = exp2_fixed(self._counts.score[:-1] - self._counts.now)
         return np.outer(WIDTHS, (decayed * self._per_step).astype(np.int64))
+
+
+class Predicted:
+    """What a trained predictor expects. `blocks` are those of `Predictions`: the whole trace in
+    order. `tokens` [n]: the numbers of the tokens that are replayed, rising."""
+
+    def __init__(self, blocks: Iterator[tuple[int, NDArray[np.float32]]], tokens: Ints) -> None:
+        self._blocks, self._tokens = blocks, tokens
+        self._first, self._block = next(blocks)
+
+    def __call__(self, step: int) -> Ints:
+        token = int(self._tokens[step])
+        while token >= self._first + len(self._block):
+            self._first, self._block = next(self._blocks)
+        return np.asarray(np.rint(self._block[token - self._first] * ONE), np.int64)
 
 
 class Blurred:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe_cli.residency.policies import Ints
-from seqmoe_cli.residency.schedule import schedule
+from tools.simulator.schedule import schedule
 
 Floats = NDArray[np.floating]
 PREFETCH_BY = ("gpu", "thread")
@@ -123,7 +123,7 @@ class LinkClock(ABC):
         self.now = time
 
 
-class CourierClock(LinkClock):
+class GpuClock(LinkClock):
     """A kernel copies, in pieces: it stands still during a fetch, ends as soon as nobody wants the
     copy, and hurries, without a delay, when somebody waits. So any part of a copy that can be
     done in time is worth having."""
@@ -205,4 +205,4 @@ class ThreadClock(LinkClock):
 
 
 def clock_of(link: Link) -> LinkClock:
-    return CourierClock(link) if link.prefetch_by == "gpu" else ThreadClock(link)
+    return GpuClock(link) if link.prefetch_by == "gpu" else ThreadClock(link)

@@ -1,4 +1,4 @@
-"""The options of `seqmoe simulate`, and how those that are lists are read."""
+"""The options of the simulator, and how those that are lists are read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from seqmoe_cli.commands.bench import FORMAT_NAMES
 from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import PoolSize, check_range
 
+FORMATS = ("md", "csv", "json", "jsonl")
 _LISTED = "several with commas."
 
 
@@ -23,7 +23,7 @@ def _number(name: str, metavar: str, low: float, high: float, help: str) -> Any:
     return typer.Option(name, metavar=metavar, help=help, callback=checked)
 
 
-TracesOption = Annotated[
+Traces = Annotated[
     list[str],
     typer.Argument(
         metavar="TRACE",
@@ -31,54 +31,68 @@ TracesOption = Annotated[
         show_default=False,
     ),
 ]
-PoolsOption = Annotated[
+Pools = Annotated[
     str,
     typer.Option(
         "--pool", metavar="LIST", help=f"Pool sizes: all, 45%, 2GiB or 64slots; {_LISTED}"
     ),
 ]
-PoliciesOption = Annotated[
+Policies = Annotated[
     str,
     typer.Option(
         "--policy",
         metavar="LIST",
-        help="lru, decayed, s3fifo, forecast; window and belady, which know the future.",
+        help="Eviction: lru, decayed, s3fifo, forecast; window and belady know the future.",
     ),
 ]
-PrefetchesOption = Annotated[
-    str, typer.Option("--prefetch", metavar="LIST", help="off, lookahead, full or oracle.")
+Prefetches = Annotated[
+    str,
+    typer.Option(
+        "--prefetch", metavar="LIST", help="Copies before use: off, lookahead, full or oracle."
+    ),
 ]
-PrefetchByOption = Annotated[
+PrefetchBy = Annotated[
     str,
     typer.Option(
         "--prefetch-by",
         metavar="gpu|thread",
-        help="Who copies: a kernel that fetches hold up, or a thread, by DMA beside them.",
+        help="What copies ahead: GPU kernels that pause for fetches, or a host thread by DMA.",
     ),
 ]
-ForecastOption = Annotated[
+Forecast = Annotated[
     str,
     typer.Option(
         "--forecast",
         metavar="NAME",
-        help="none, persistence, popularity, decayed, blurred (the truth, blurred) or predictor.",
+        help="none, persistence, popularity, decayed, blurred (truth with errors), predictor.",
     ),
 ]
-PredictorOption = Annotated[
+Predictor = Annotated[
     str | None,
-    flag("--predictor", metavar="MODEL|FILE", help="The one of seqmoe train that predictor means."),
+    flag(
+        "--predictor",
+        metavar="MODEL|FILE",
+        help="Trained predictor for --forecast predictor: a packed model or a file.",
+    ),
 ]
-RecallOption = Annotated[
-    str, typer.Option("--recall", metavar="LIST", help="Of blurred, in steps 1, 2, 3-4, 5-8.")
+Recall = Annotated[
+    str,
+    typer.Option(
+        "--recall", metavar="LIST", help="Recall of the blurred forecast in steps 1, 2, 3-4, 5-8."
+    ),
 ]
-PrecisionOption = Annotated[
+Precision = Annotated[
     str | None,
-    flag("--precision", metavar="LIST", help="The same; recall * K / (K + 3) if not given."),
+    flag(
+        "--precision",
+        metavar="LIST",
+        help="Its precision in the same steps; recall * K / (K + 3) if not given.",
+    ),
 ]
-RareOption = Annotated[
-    float, _number("--rare", "X", 0.01, 1, "Share of both for experts unused in 64 tokens.")
+Rare = Annotated[
+    float, _number("--rare", "X", 0.01, 1, "Factor on both for experts unused in 64 tokens.")
 ]
-LookAheadOption = Annotated[
+LookAhead = Annotated[
     str,
     typer.Option(
         "--look-ahead",
@@ -86,43 +100,50 @@ LookAheadOption = Annotated[
         help="Recall of misses/precision of copies, for 1, 2, ... layers ahead.",
     ),
 ]
-WindowOption = Annotated[int, _number("--window", "N", 1, MAX_TOKENS, "Tokens that window sees.")]
-HalfLifeOption = Annotated[
-    float, _number("--half-life", "N", 0.1, 1e4, "Tokens until a use counts half.")
+Window = Annotated[
+    int, _number("--window", "N", 1, MAX_TOKENS, "Tokens that the policy window sees.")
 ]
-DiscountOption = Annotated[
-    float, _number("--discount", "N", 0.1, 1e4, "The same for expected uses.")
+HalfLife = Annotated[
+    float, _number("--half-life", "N", 0.1, 1e4, "Tokens after which a past use counts half.")
 ]
-SkipOption = Annotated[int, _number("--skip", "N", 0, MAX_TOKENS, "First tokens, not counted.")]
-TokensOption = Annotated[
+Discount = Annotated[
+    float,
+    _number("--discount", "N", 0.1, 1e4, "Tokens ahead at which an expected use counts half."),
+]
+Skip = Annotated[
+    int, _number("--skip", "N", 0, MAX_TOKENS, "Tokens at the start that are not counted.")
+]
+Tokens = Annotated[
     int | None, flag("--tokens", metavar="N", help="Replay the first N tokens only.")
 ]
-PromptsOption = Annotated[bool, flag("--prompts", help="Replay tokens of prompts too, one by one.")]
-RecordOption = Annotated[int, _number("--record-bytes", "N", 1, 2**40, "Bytes of an expert.")]
-StepOption = Annotated[
+Prompts = Annotated[bool, flag("--prompts", help="Replay tokens of prompts too, one by one.")]
+Record = Annotated[int, _number("--record-bytes", "N", 1, 2**40, "Bytes of an expert.")]
+Step = Annotated[
     float, _number("--step-ms", "MS", 1e-3, 1e6, "Time of a token that misses nothing.")
 ]
-FetchOption = Annotated[float, _number("--fetch-gb", "GB", 1e-3, 1e6, "GB/s of a fetch.")]
-DmaOption = Annotated[
-    float | None, _number("--dma-gb", "GB", 1e-3, 1e6, "GB/s of a prefetch by thread; 52.")
-]
-LaunchOption = Annotated[float, _number("--launch-us", "US", 0, 1e6, "Until a fetch moves bytes.")]
-DelayOption = Annotated[
+Fetch = Annotated[float, _number("--fetch-gb", "GB", 1e-3, 1e6, "GB/s of a fetch.")]
+Dma = Annotated[
     float | None,
-    _number("--delay-us", "US", 0, 1e6, "From a request to its copy; 12 by gpu, 40 by thread."),
+    _number("--dma-gb", "GB", 1e-3, 1e6, "GB/s of a prefetch by thread; 52 if not given."),
 ]
-LeastOption = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable.")]
-BudgetOption = Annotated[
-    int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")
+Launch = Annotated[float, _number("--launch-us", "US", 0, 1e6, "Time until a fetch moves bytes.")]
+Delay = Annotated[
+    float | None,
+    _number(
+        "--delay-us", "US", 0, 1e6, "Time from a request to its copy; 12 by gpu, 40 by thread."
+    ),
 ]
-InFlightOption = Annotated[int, _number("--in-flight", "N", 1, 64, "Most prefetches under way.")]
-EveryOption = Annotated[int, _number("--every", "N", 1, 1024, "Ask behind one of N layers.")]
-SlackOption = Annotated[
-    float | None, _number("--slack", "X", 0, 1, "Lateness allowed by thread, in fetches; 0.")
+Least = Annotated[float, _number("--least", "P", 0, 1, "Prefetch nothing less probable than this.")]
+Budget = Annotated[int, _number("--budget", "N", 0, MAX_TOKENS, "Most prefetches in a token.")]
+InFlight = Annotated[int, _number("--in-flight", "N", 1, 64, "Most prefetches under way.")]
+Every = Annotated[int, _number("--every", "N", 1, 1024, "Request after every Nth layer.")]
+Slack = Annotated[
+    float | None,
+    _number("--slack", "X", 0, 1, "How late a copy by thread may be, in fetches; 0 if not given."),
 ]
-SeedOption = Annotated[int, _number("--seed", "N", 0, 2**32, "Of everything blurred.")]
-OutputOption = Annotated[
-    str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
+Seed = Annotated[int, _number("--seed", "N", 0, 2**32, "Seed of everything blurred.")]
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="|".join(FORMATS), help="Output format.")
 ]
 
 
@@ -151,7 +172,7 @@ def _share(name: str, text: str) -> float:
 
 
 def read_shares(name: str, text: str) -> tuple[float, ...]:
-    """One number for all four windows of a forecast, or one for each."""
+    """One number for all four windows of a forecast, or one for each window."""
     shares = tuple(_share(name, word) for word in text.split(","))
     if len(shares) not in (1, 4):
         raise UsageError(f"{name} {text!r} has {len(shares)} numbers", "give one or four")
@@ -159,7 +180,7 @@ def read_shares(name: str, text: str) -> tuple[float, ...]:
 
 
 def read_accuracy(text: str) -> tuple[tuple[float, float], ...]:
-    """Recall and precision by layers ahead."""
+    """Recall and precision for each number of layers ahead."""
     pairs = []
     for word in text.split(","):
         recall, slash, precision = word.partition("/")

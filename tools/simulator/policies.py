@@ -19,6 +19,25 @@ def belady(routing: TraceEvents, num_slots: int) -> Policy:
     return Belady(routing)
 
 
+def next_use(routing: TraceEvents) -> Ints:
+    """[T * L, K]: the event that uses the same expert next; T * L if there is none."""
+    events = routing.events
+    flat = events.ravel()
+    order = np.argsort(flat, kind="stable")  # expert by expert, the uses of each in time
+    again = flat[order[1:]] == flat[order[:-1]]
+    found = np.full(flat.shape, len(events))
+    found[order[:-1][again]] = order[1:][again] // events.shape[1]
+    return found.reshape(events.shape)
+
+
+def first_use(routing: TraceEvents) -> Ints:
+    """[all experts]: the first event that uses each expert; T * L if there is none."""
+    events = routing.events
+    first = np.full(routing.num_experts, len(events))
+    first[events[::-1].ravel()] = np.repeat(np.arange(len(events))[::-1], events.shape[1])
+    return first
+
+
 class Belady(ScoredPolicy):
     """The victim's next use is furthest away. It knows the future: no policy that loads on demand
     needs fewer loads. Score: minus the event of the next use, shifted to stay above 0."""
@@ -26,8 +45,8 @@ class Belady(ScoredPolicy):
     def __init__(self, routing: TraceEvents) -> None:
         super().__init__(routing.num_experts)
         self._event, self._last = -1, len(routing.events)
-        self._next_use = routing.next_use
-        self.score[:-1] = self._last - routing.first_use
+        self._next_use = next_use(routing)
+        self.score[:-1] = self._last - first_use(routing)
 
     def start_token(self, token: int) -> None:
         """Time goes by events."""

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.events import TraceEvents
-from seqmoe_cli.residency.policies import ONE, Blend, Ints
+from seqmoe_cli.residency.policies import ONE, Ints
+from tools.simulator.forecast_eviction import Blend
 
 Accuracy = tuple[float, float]  # recall and precision, above 0 and at most 1
 
@@ -29,7 +30,7 @@ class Candidates(NamedTuple):
 _NONE = Candidates(*np.empty((3, 0), np.int64))
 
 
-class Prefetch(Protocol):
+class CandidateSource(Protocol):
     def candidates(self, event: int, absent: NDArray[np.bool_]) -> Candidates:
         """Behind an event; `absent` [N] says who has no slot and is not under way."""
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.residency.policies import Blend, Ints, Policy
+from seqmoe_cli.residency.policies import Ints, Policy
 from seqmoe_cli.residency.slot_table import SlotTable
-from tools.simulator.flight import Flight, Prefetching
+from tools.simulator.flight import Flight, PrefetchRules
+from tools.simulator.forecast_eviction import Blend
 from tools.simulator.link import Link, clock_of
 
 PolicyOf = Callable[[TraceEvents, int], Policy]
@@ -57,7 +58,7 @@ def replay(
     num_slots: int,
     policy: PolicyOf,
     link: Link | None = None,
-    prefetching: Prefetching | None = None,
+    prefetching: PrefetchRules | None = None,
     blend: Blend | None = None,
 ) -> Replayed:
     """Send all tokens through a pool that is empty at the start.
@@ -71,7 +72,7 @@ def replay(
         raise ValueError(f"{num_slots} slots for events of {routing.trace.top_k} experts")
     made = policy(routing, num_slots)
     listeners: list[Blend | Policy] = [blend, made] if blend else [made]
-    run = _Run(routing, num_slots, made, link or Link(), prefetching or Prefetching())
+    run = _Run(routing, num_slots, made, link or Link(), prefetching or PrefetchRules())
     for token in range(len(routing.trace)):
         run.flight.start_token(token)
         for listener in listeners:
@@ -88,7 +89,7 @@ class _Run:
     """The state of a replay, and what it has counted so far."""
 
     def __init__(
-        self, routing: TraceEvents, num_slots: int, policy: Policy, link: Link, rules: Prefetching
+        self, routing: TraceEvents, num_slots: int, policy: Policy, link: Link, rules: PrefetchRules
     ) -> None:
         tokens, layers, top_k = routing.trace.experts.shape
         self._routing, self._policy, self._source = routing, policy, rules.source

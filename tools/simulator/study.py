@@ -15,25 +15,23 @@ from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.residency.policies import (
     DISCOUNT,
     HALF_LIFE,
-    Blend,
     DecayedFrequency,
-    ForecastAt,
-    ForecastEviction,
     Ints,
     Lru,
     Policy,
 )
 from seqmoe_cli.settings import PoolSize
-from tools.simulator.flight import Prefetching
+from tools.simulator.flight import PrefetchRules
+from tools.simulator.forecast_eviction import Blend, ForecastAt, ForecastEviction
 from tools.simulator.forecasts import Blurred, Decayed, Persistence, Popularity, no_forecast
 from tools.simulator.link import Link
 from tools.simulator.policies import Belady, S3Fifo, WindowedBelady
 from tools.simulator.prefetch import (
     Accuracy,
+    CandidateSource,
     FullPrefetch,
     LookAhead,
     OraclePrefetch,
-    Prefetch,
 )
 from tools.simulator.replay import Replayed, replay, slots_for
 from tools.simulator.rows import Row
@@ -41,8 +39,8 @@ from tools.simulator.rows import Row
 POLICIES = ("lru", "decayed", "s3fifo", "forecast", "window", "belady")
 PREFETCHES = ("off", "lookahead", "full", "oracle")
 FORECASTS = ("none", "persistence", "popularity", "decayed", "blurred", "predictor")
-Foresight = Callable[[Trace, Ints], ForecastAt]
-"""Makes a forecast for a whole trace and the numbers of those of its tokens that are replayed."""
+MakeForecast = Callable[[Trace, Ints], ForecastAt]
+"""Makes a forecast from a whole trace and the numbers of its tokens that are replayed."""
 LOOK_AHEAD = ((0.751, 0.680), (0.669, 0.550), (0.613, 0.461), (0.573, 0.399))
 """Recall of misses and precision of copies, 1 to 4 layers ahead, as measured on Qwen3-30B-A3B."""
 RECALL = (0.70, 0.60, 0.50, 0.45)
@@ -55,10 +53,10 @@ class Assumptions:
 
     step_s: float = 1.7e-3
     link: Link = field(default_factory=Link)
-    rules: Prefetching = field(default_factory=Prefetching)
+    rules: PrefetchRules = field(default_factory=PrefetchRules)
     look_ahead: tuple[Accuracy, ...] = LOOK_AHEAD
     forecast: str = "blurred"
-    predictor: Foresight | None = None  # for the forecast of that name
+    predictor: MakeForecast | None = None  # for the forecast of that name
     recall: tuple[float, ...] = RECALL
     precision: tuple[float, ...] = ()
     rare: float = 0.5
@@ -210,7 +208,7 @@ class Study:
         routing, known = self.part.routing, self.assumptions
         return Blurred(routing, known.recall, self._precision, known.rare, known.seed)
 
-    def _prefetch(self, name: str, blend: Blend | None) -> Prefetch | None:
+    def _prefetch(self, name: str, blend: Blend | None) -> CandidateSource | None:
         routing, known = self.part.routing, self.assumptions
         if name == "oracle":
             return OraclePrefetch(routing)

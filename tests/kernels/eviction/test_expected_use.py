@@ -11,9 +11,7 @@ from seqmoe_cli.residency.policies import (
     LOG2_1P,
     WIDTHS,
     WINDOWS,
-    Blend,
     DecayedFrequency,
-    ForecastEviction,
 )
 from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
@@ -27,6 +25,7 @@ from seqmoe_kernels.eviction.expected_use import (
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
 from tests.kernels.pool_states import EXPERTS, LAYERS, TOP_K
 from tests.kernels.step_case import Case
+from tools.simulator.forecast_eviction import Blend, ForecastEviction
 
 # layers, experts of each, used of them
 SHAPES = [(1, 4, 1), (3, 20, 3), (5, 64, 4)]

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqmoe_cli.residency.schedule import schedule
+from tools.simulator.schedule import schedule
 
 jobs = st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 5)), max_size=7)
 

@@ -1,4 +1,4 @@
-"""Foreseen: what a trained predictor would have said at every step of a trace."""
+"""Predictions: what a trained predictor expects at every step of a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from seqmoe_cli.forecast.trace import Trace
 _BLOCK = 64  # steps evaluated at once
 
 
-class Foreseen:
-    """Goes through the sequences from their first tokens on, each with a fresh state.
+class Predictions:
+    """The predictor reads each sequence from its first token on, with a fresh state.
 
-    Raises what `check_trace` does.
+    Raises `SeqmoeError`, as `check_trace` does, for a trace that does not fit the predictor.
     """
 
     def __init__(self, predictor: Predictor, trace: Trace) -> None:
@@ -37,22 +37,6 @@ class Foreseen:
                 with torch.no_grad():
                     logits, state = self._predictor(corpus.inputs(index[None]), state)
                 yield first, expected_uses(logits[0]).cpu().numpy()
-
-
-class ForeseenSteps:
-    """The same as a `ForecastAt` of a replay that goes through some tokens of the trace in order:
-    `tokens` [n] has their numbers, `one` is what an expected use of 1 is in the result."""
-
-    def __init__(self, foreseen: Foreseen, tokens: NDArray[np.int64], one: int) -> None:
-        self._blocks, self._tokens, self._one = foreseen.blocks(), tokens, one
-        self._first, self._block = next(self._blocks)
-
-    def __call__(self, step: int) -> NDArray[np.int64]:
-        token = int(self._tokens[step])
-        while token >= self._first + len(self._block):
-            self._first, self._block = next(self._blocks)
-        expected = self._block[token - self._first] * self._one
-        return np.asarray(np.rint(expected), np.int64)
 
 
 def check_trace(predictor: Predictor, trace: Trace) -> None:
