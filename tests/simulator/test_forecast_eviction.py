@@ -79,7 +79,7 @@ def test_without_a_forecast_the_counts_decide() -> None:
 
 
 def test_a_trusted_forecast_decides() -> None:
-    """An expert that is used sooner stays. Behind its layer, the use in this step counts no more."""
+    """What is used sooner stays. Behind its layer, the use in this step no longer counts."""
     steps = used_steps(5)
     blend, policy = run(steps, truth(steps))
     last = STEPS - 1
