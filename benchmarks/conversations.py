@@ -21,7 +21,7 @@ from seqmoe_cli.chat.sampling import SamplingSettings
 from seqmoe_cli.chat.session import Message, Session, render
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
-from seqmoe_cli.engine.decode_graph import GraphSteps
+from seqmoe_cli.engine.decoding import GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.terminal.console import make_console, printable
 from seqmoe_cli.text.tokenizer import Tokenizer

@@ -40,7 +40,7 @@ from benchmarks.agreement import (  # noqa: E402
 )
 from benchmarks.conversations import Conversations  # noqa: E402
 from seqmoe_cli.bench.machine import Machine  # noqa: E402
-from seqmoe_cli.engine.decode_graph import EagerSteps  # noqa: E402
+from seqmoe_cli.engine.decoding import EagerSteps  # noqa: E402
 from seqmoe_cli.engine.engine import Engine  # noqa: E402
 from seqmoe_cli.settings import EngineOptions, PoolSize  # noqa: E402
 
@@ -91,8 +91,7 @@ def open_engines(model: Path, options: EngineOptions) -> tuple[WatchedEngine, En
     operation. On a CPU, which has no graph, the first runs a step ahead of the host as a graph
     does. Prefetch stays on, so that there is one graph for all steps."""
     engine = WatchedEngine.open(model, options)
-    if engine.prefetch is not None:
-        engine.prefetch.hold()
+    engine.hold()
     if isinstance(engine.decoding.issue, EagerSteps):
         engine.decoding.issue.ahead = 1
     plain = EngineOptions(PoolSize("all"), options.device, options.dtype, options.ctx_size)

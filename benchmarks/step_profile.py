@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from seqmoe_cli.engine.decode_graph import GraphSteps
+from seqmoe_cli.engine.decoding import GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import SamplingParams
 

@@ -10,7 +10,8 @@ from seqmoe_cli.errors import UsageError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
-PREFETCHES = ("off", "lookahead", "full")
+POLICIES = ("auto", "lru", "decayed", "forecast")
+PREFETCHES = ("auto", "off", "lookahead", "full")
 PREFETCHERS = ("auto", "gpu", "thread")
 _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MAX_SLOTS, _MAX_BYTES = 10**9, 2**50  # beyond any machine: a typing error
@@ -67,16 +68,17 @@ class SamplingParams:
     seed: int | None = None
 
 
-POLICIES = ("lru", "decayed", "forecast")
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """What the engine is opened with. `ctx_size` is cut to the model's own maximum; `vram_gib`
     None means all free memory of the device. `verify`: prove, on the device, that every slot read
-    holds the expert asked for. `policy`, one of POLICIES: who leaves the pool. `prefetch`, one of
-    PREFETCHES: whether experts are copied before they are wanted. `prefetch_by`, one of
-    PREFETCHERS: who copies them; "auto" is the GPU where there is one. `predictor`: a file to take
+    holds the expert asked for.
+
+    `policy`, one of POLICIES, chooses the victim of a miss; `prefetch`, one of PREFETCHES: whether
+    experts are copied before they are wanted. "auto" is what was measured to be the fastest: on a
+    GPU with a pool of less than all experts decayed counts and look-ahead, and the forecast once
+    the model has a trained predictor; elsewhere least recent use and none. `prefetch_by`, one of
+    PREFETCHERS: what copies them; "auto" is the GPU where there is one. `predictor`: a file to take
     in the place of the model's own."""
 
     pool: PoolSize = PoolSize("auto")
@@ -85,8 +87,8 @@ class EngineOptions:
     ctx_size: int = 8192
     vram_gib: float | None = None
     verify: bool = False
-    policy: str = "lru"
-    prefetch: str = "off"
+    policy: str = "auto"
+    prefetch: str = "auto"
     prefetch_by: str = "auto"
     predictor: Path | None = None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.rows import Sample
-from seqmoe_cli.engine.stats import StepStats
+from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import SamplingParams
 
 if TYPE_CHECKING:

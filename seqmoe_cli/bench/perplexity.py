@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from seqmoe_cli.errors import SeqmoeError
+from seqmoe_cli.residency.stats import StepStats
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -69,14 +70,21 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
             f"negative log-likelihood {mean:g} per token: the weights cannot be right",
             "check the model with seqmoe info --verify, or try --dtype float32",
         )
-    after = engine.pool.counters()
+    spent = StepStats.between(
+        before,
+        engine.pool.counters(),
+        engine.plan.record_bytes,
+        "prefill",
+        len(ids),
+        time.perf_counter() - start,
+    )
     return Score(
         tokens=len(ids) - 1,
         nll_per_token=mean,
-        hits=after.hits - before.hits,
-        misses=after.misses - before.misses,
-        fetched_bytes=(after.fetched - before.fetched) * engine.plan.record_bytes,
-        elapsed_s=time.perf_counter() - start,
+        hits=spent.hits,
+        misses=spent.misses,
+        fetched_bytes=spent.fetched_bytes,
+        elapsed_s=spent.elapsed_s,
     )
 
 

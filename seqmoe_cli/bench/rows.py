@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.engine.stats import StepStats
-from seqmoe_cli.residency.switch import Verdict
+from seqmoe_cli.residency.stats import StepStats
+from seqmoe_cli.residency.switch import PrefetchVerdict
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ def make_row(
         samples_ns=times,
         samples_ts=rates,
         hit_rate=total.hit_rate,
-        misses_per_token=total.misses / total.num_tokens,
+        misses_per_token=total.misses_per_token,
         bytes_fetched=total.fetched_bytes // len(samples),
         bytes_prefetched=total.prefetched_bytes // len(samples),
         # bytes per nanosecond are GB per second
-        fetch_gb_per_s=(total.fetched_bytes + total.prefetched_bytes) / sum(times),
+        fetch_gb_per_s=total.moved_bytes / sum(times),
         ms_per_token=sum(times) / total.num_tokens / 1e6,
         share_of_full_load=mean_rate(samples) / full_ts if full_ts else None,
         breakdown=(
@@ -227,7 +227,7 @@ def _breakdown(
     accuracy: Sequence[tuple[int, int, int]] | None,
     plain_step_s: float | None,
 ) -> Breakdown:
-    tokens, compute_s = total.num_tokens, total.step_s - total.stall_s
+    tokens, compute_s = total.num_tokens, total.compute_s
     read = _gb_per_s(bytes_read * tokens, compute_s)
     stall = _gb_per_s(total.fetched_bytes, total.stall_s)
     return Breakdown(
@@ -254,7 +254,7 @@ def _prefetch(
     tokens, record_bytes = total.num_tokens, setting.pool_bytes // setting.num_slots
     verdict = None
     if plain_step_s is not None:
-        verdict = Verdict(total.prefetch_costs(record_bytes), plain_step_s * tokens)
+        verdict = PrefetchVerdict(total, plain_step_s * tokens)
     return {
         "prefetches_per_token": total.prefetched_bytes / record_bytes / tokens,
         "prefetch_hits_per_token": total.prefetch_hits / tokens,

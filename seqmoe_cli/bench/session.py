@@ -41,7 +41,7 @@ class Setup:
     def key(self) -> tuple[object, ...]:
         """Those with the same one would measure the same: what was asked for may come to nothing,
         and a pool of all experts has no victims."""
-        policy = self.options.policy if self.plan.has_victims else ""
+        policy = self.plan.policy if self.plan.has_victims else ""
         return self.options.pool, self.plan.prefetch, policy
 
 
@@ -91,7 +91,8 @@ class Session:
         predictor = None  # the same for all that have one
         for option in options:
             option = replace(option, ctx_size=ctx_size)
-            plan = plan_memory(source, option)
+            has_predictor = source.has_predictor or option.predictor is not None
+            plan = plan_memory(source, option, has_predictor)
             if plan.forecasts and predictor is None and not _is_simulated(source, option, routing):
                 predictor = _predictor(source, option, routing)
             setup = Setup(option, plan, predictor if plan.forecasts else None)
@@ -107,7 +108,7 @@ class Session:
     @property
     def coming(self) -> dict[str, list[str]]:
         """What `markdown` wants to know before the rows come."""
-        ways = [(s.options.pool.text, s.options.policy, s.plan.prefetch) for s in self.setups]
+        ways = [(s.options.pool.text, s.plan.policy, s.plan.prefetch) for s in self.setups]
         return {"pool": [pool_name(*way) for way in ways], "test": [c.name for c in self.cases]}
 
     def rows(
@@ -122,7 +123,6 @@ class Session:
                 loaded,
                 setup.plan,
                 verify=options.verify,
-                policy=options.policy,
                 predictor=None if stored is None else stored.predictor,
             ) as engine:
                 if prepare is not None:
@@ -138,10 +138,7 @@ class Session:
         known: _Known,
         tell: Tell,
     ) -> Iterator[Row]:
-        if engine.prefetch is not None:
-            engine.prefetch.hold()  # a row shows what prefetch does, not when it is turned off
-        if engine.eviction is not None:
-            engine.eviction.hold()  # and so for a policy
+        engine.hold()  # a row shows what policy and prefetch do, not when they are turned off
         replayed = None
         if self.routing is not None:
             slots = 0 if engine.prefetch is None else engine.plan.num_slots
@@ -156,7 +153,7 @@ class Session:
             ):
                 if holds_all and state == WARM:
                     known.full_ts[case.name] = mean_rate(samples)
-                beside = (pool.text, setup.options.policy, case.name, state)
+                beside = (pool.text, setup.plan.policy, case.name, state)
                 if engine.prefetch is None:
                     known.plain_step_s[beside] = mean_step_s(samples)
                 if case.num_gen and num_kernels is None:
@@ -205,7 +202,7 @@ class Session:
             pool_share=engine.plan.num_slots / config.num_routed_experts,
             n_ctx=engine.ctx_size,
             verify=options.verify,
-            policy=options.policy,
+            policy=engine.plan.policy,
             prefetch=engine.plan.prefetch,
             prefetch_by=engine.plan.prefetch_by if engine.prefetch else "",
             predictor=_described(setup),

@@ -61,6 +61,7 @@ class Source:
     sampling: SamplingParams
     folder: Path | None  # of a packed model
     weights_sha256: str | None  # of a packed model
+    has_predictor: bool
     load_store: Callable[[bool, Callable[[int, int], None]], HostStore]
     load_tensors: Callable[
         [torch.device, torch.dtype, Callable[[int, int], None]], dict[str, torch.Tensor]
@@ -101,6 +102,7 @@ def packed_source(folder: Path, text: str, text_name: str) -> Source:
         sampling=SamplingSettings(_SEED, checkpoint_settings(folder)).params,
         folder=folder,
         weights_sha256=model.weights_sha256,
+        has_predictor=model.predictor is not None,
         load_store=lambda pin, progress: HostStore.load(model, pin, progress),
         load_tensors=model.load_resident,
     )
@@ -123,6 +125,7 @@ def random_source(shape_name: str) -> Source:
         sampling=SamplingSettings(_SEED, {}).params,
         folder=None,
         weights_sha256=None,
+        has_predictor=False,
         load_store=lambda pin, progress: random_store(shape, pin, progress),
         load_tensors=lambda device, dtype, progress: random_tensors(shape, dtype, device, progress),
     )
@@ -136,7 +139,6 @@ def opened(
     *,
     eager: bool = False,
     verify: bool = False,
-    policy: str = "lru",
     predictor: Predictor | None = None,
 ) -> Iterator[Engine]:
     """An engine over weights that are already there, and stay when it goes."""
@@ -150,7 +152,6 @@ def opened(
         loaded.tensors,
         eager=eager,
         verify=verify,
-        policy=policy,
         predictor=predictor,
     )
     try:

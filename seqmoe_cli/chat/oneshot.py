@@ -19,6 +19,7 @@ from seqmoe_cli.chat.keyboard import Interrupts
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.chat.stream import AnswerView
+from seqmoe_cli.engine.stats import FIGURES
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.settings import SamplingParams
 from seqmoe_cli.terminal.console import is_terminal, make_console, printable
@@ -82,32 +83,16 @@ def report(
         "prompt_token_ids": request.prompt.ids,
         "completion_tokens": stats.completion_tokens,
         "finish_reason": stats.finish_reason or "interrupted",
-        "hit_rate": stats.hit_rate,
-        "decode_hit_rate": stats.decode_hit_rate,
-        "hits": stats.hits,
-        "misses": stats.misses,
-        "misses_per_token": stats.misses_per_token,
-        "fetched_bytes": stats.fetched_bytes,
-        "policy": engine.pool.policy,
+        **{figure.key: figure.of(stats) for figure in FIGURES},
+        "policy": plan.policy,
         "forecast_trust": None if engine.forecaster is None else engine.forecaster.trust(),
         "eviction_status": engine.eviction.status if engine.eviction else "off",
-        "eviction_rested_tokens": stats.decode.unforeseen_tokens,
-        "eviction_saved_misses": stats.decode.eviction_saved_misses,
         "eviction_saved": None if worth is None else worth.saved,
         "prefetch": plan.prefetch,
         "prefetch_by": plan.prefetch_by if engine.prefetch else None,
         "prefetch_status": engine.prefetch.status if engine.prefetch else "off",
-        "prefetch_rested_tokens": stats.decode.rested_tokens,
         "prefetch_saved": None if verdict is None else verdict.saved,
         "prefetch_copies_per_use": None if verdict is None else verdict.copies_per_use,
-        "prefetch_hits": stats.prefetch_hits,
-        "prefetches_late": stats.decode.prefetches_late,
-        "prefetches_dropped": stats.decode.prefetches_dropped,
-        "prefetched_bytes": stats.prefetched_bytes,
-        "prefill_seconds": stats.prefill_s,
-        "decode_seconds": stats.decode_s,
-        "tokens_per_second": stats.tokens_per_second,
-        "prefill_tokens_per_second": stats.prefill_tokens_per_second,
         "ctx_size": engine.ctx_size,
         "num_slots": plan.num_slots,
         "warm_start": engine.is_warm,

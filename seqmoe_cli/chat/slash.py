@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.sampling import KNOBS, Setting
-from seqmoe_cli.chat.status import eviction_line, rate, size, worth_line
+from seqmoe_cli.chat.status import eviction_line, figure, size, worth_line
 from seqmoe_cli.chat.template import THINK_CHOICES
-from seqmoe_cli.engine.stats import StepStats, TurnStats
+from seqmoe_cli.engine.stats import FIGURES, TurnStats
 from seqmoe_cli.errors import SeqmoeError, UsageError, either
 from seqmoe_cli.settings import check_range
 
@@ -152,7 +152,7 @@ _STATUS = {
 
 def _policy_text(chat: Chat) -> str:
     eviction = chat.engine.eviction
-    return chat.engine.pool.policy + _STATUS[eviction.status if eviction else "on"]
+    return chat.engine.plan.policy + _STATUS[eviction.status if eviction else "on"]
 
 
 def _prefetch_text(chat: Chat) -> str:
@@ -164,19 +164,18 @@ def _stats(chat: Chat, argument: str) -> None:
     if not chat.turns:
         chat.say("no answer yet")
         return
-    total = TurnStats(
-        prompt_tokens=sum(t.prompt_tokens for t in chat.turns),
-        completion_tokens=sum(t.completion_tokens for t in chat.turns),
-        prefill=sum((t.prefill for t in chat.turns), StepStats("prefill")),
-        decode=sum((t.decode for t in chat.turns), StepStats("decode")),
-    )
-    rows = [_figures(name, t) for name, t in (("last", chat.turns[-1]), ("all", total))]
-    names = (
-        *("", "answer", "prompt", "tok/s", "prompt tok/s", "hit", "miss/tok", "fetched", "fetch"),
-        *(("prefetch hits", "prefetched", "prefetch off") if chat.engine.prefetch else ()),
-        *(("misses saved", "forecast off") if chat.engine.eviction else ()),
-    )
-    table = [(name, *(row[name] for row in rows)) for name in names]
+    turns = {"last": chat.turns[-1], "all": TurnStats.sum(chat.turns)}
+    there = {"", chat.engine.prefetch and "prefetch", chat.engine.eviction and "forecast"}
+    table = [
+        ("", *turns),
+        ("answer", *(f"{turn.completion_tokens:,} tok" for turn in turns.values())),
+        ("prompt", *(f"{turn.prompt_tokens:,} tok" for turn in turns.values())),
+    ]
+    table += [
+        (shown.title, *(figure(shown.key, turn) for turn in turns.values()))
+        for shown in FIGURES
+        if shown.title and shown.needs in there
+    ]
     lines = [f"{n:14}{a:>14}{b:>14}" for n, a, b in table]
     verdict = chat.engine.prefetch and chat.engine.prefetch.switch.verdict
     if verdict:
@@ -188,27 +187,6 @@ def _stats(chat: Chat, argument: str) -> None:
         shares = "/".join(f"{share:.0%}" for share in chat.engine.forecaster.trust())
         lines.append(f"the predictor is trusted {shares} for the steps 1/2/3-4/5-8 ahead")
     chat.say("\n".join(lines))
-
-
-def _figures(name: str, stats: TurnStats) -> dict[str, str]:
-    """By the words in front of them."""
-    saved = stats.decode.eviction_saved_misses
-    return {
-        "": name,
-        "answer": f"{stats.completion_tokens:,} tok",
-        "prompt": f"{stats.prompt_tokens:,} tok",
-        "tok/s": f"{stats.tokens_per_second:,.1f}",
-        "prompt tok/s": f"{stats.prefill_tokens_per_second:,.1f}",
-        "hit": f"{stats.hit_rate:.1%}",
-        "miss/tok": f"{stats.misses_per_token:,.2f}",
-        "fetched": size(stats.fetched_bytes),
-        "fetch": rate(stats.fetch_bytes_per_s),
-        "prefetch hits": f"{stats.prefetch_hits:,}",
-        "prefetched": size(stats.prefetched_bytes),
-        "prefetch off": f"{stats.decode.rested_tokens:,} tok",
-        "misses saved": "none compared" if saved is None else f"{saved:,.2f}/tok",
-        "forecast off": f"{stats.decode.unforeseen_tokens:,} tok",
-    }
 
 
 COMMANDS = (

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seqmoe_cli.engine.stats import TurnStats
+from seqmoe_cli.engine.stats import BY_KEY, TurnStats
 
 SEPARATOR = " | "
+
+
+def figure(key: str, stats: TurnStats) -> str:
+    """A figure of a turn as people read it."""
+    shown = BY_KEY[key]
+    value = shown.of(stats)
+    if value is None:
+        return "none compared"
+    return {
+        "tokens": f"{value:,} tok",
+        "count": f"{value:,}",
+        "number": f"{value:,.2f}",
+        "per token": f"{value:,.2f}/tok",
+        "share": f"{value:.1%}",
+        "bytes": size(value),
+        "bytes/s": rate(value),
+        "tok/s": f"{value:,.1f}",
+        "s": f"{value:.2f} s",
+    }[shown.unit]
 
 
 def live_line(
@@ -24,10 +43,10 @@ def live_line(
     fields = ["thinking"] if thinking else []
     fields += [
         f"ctx {num_ctx:,}/{ctx_size:,}",
-        f"{stats.tokens_per_second:,.1f} tok/s",
-        f"hit {stats.hit_rate:.1%}",
-        f"miss {stats.misses_per_token:,.1f}/tok",
-        f"fetch {rate(stats.fetch_bytes_per_s)}",
+        f"{figure('tokens_per_second', stats)} tok/s",
+        f"hit {figure('hit_rate', stats)}",
+        f"miss {stats.decode.misses_per_token:,.1f}/tok",
+        f"fetch {figure('fetch_bytes_per_s', stats)}",
         *_prefetch(stats, prefetch),
         *_eviction(stats, eviction),
         f"pool {size(pool_bytes)}",
@@ -39,7 +58,7 @@ def _prefetch(stats: TurnStats, prefetch: str) -> list[str]:
     if prefetch != "on":
         return [f"prefetch {prefetch}"] if prefetch else []
     tokens = max(stats.decode.num_tokens, 1)
-    return [f"prefetch {stats.prefetch_hits / tokens:,.1f}/tok in time"]
+    return [f"prefetch {stats.total.prefetch_hits / tokens:,.1f}/tok in time"]
 
 
 def _eviction(stats: TurnStats, eviction: str) -> list[str]:
@@ -84,17 +103,18 @@ def prefill_line(done: int, total: int, elapsed_s: float, width: int) -> str:
 def turn_line(stats: TurnStats, cold: bool, width: int) -> str:
     """The line after an answer; `cold` says that the pool was empty before it."""
     fields = [
-        f"{_tokens(stats.completion_tokens)}, {stats.tokens_per_second:,.1f} tok/s",
-        f"prompt {_tokens(stats.prefilled_tokens)} in {stats.prefill_s:.2f} s",
-        f"hit {stats.hit_rate:.1%}" + (" (cold pool)" if cold else ""),
+        f"{_tokens(stats.completion_tokens)}, {figure('tokens_per_second', stats)} tok/s",
+        f"prompt {_tokens(stats.prefill.num_tokens)} in {figure('prefill_seconds', stats)}",
+        f"hit {figure('hit_rate', stats)}" + (" (cold pool)" if cold else ""),
     ]
-    if stats.prefetched_bytes:
-        fields.append(f"prefetch {stats.prefetch_hits:,} in time, {size(stats.prefetched_bytes)}")
-    elif stats.decode.rested_tokens:
+    total, decode = stats.total, stats.decode
+    if total.prefetched_bytes:
+        fields.append(f"prefetch {total.prefetch_hits:,} in time, {size(total.prefetched_bytes)}")
+    elif decode.prefetch_rested_tokens:
         fields.append("prefetch rested")
-    if stats.decode.eviction_saved_misses is not None:
+    if decode.eviction_saved_misses is not None:
         fields += _eviction(stats, "on")
-    elif stats.decode.unforeseen_tokens:
+    elif decode.eviction_rested_tokens:
         fields.append("forecast rested")
     return fit(fields, width)
 

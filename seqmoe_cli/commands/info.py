@@ -154,7 +154,7 @@ def plan_facts(packed: PackedModel, options: EngineOptions) -> Facts:
     """The memory plan on this machine; raises `ResourceError` when it does not fit."""
     from seqmoe_cli.engine.memory import plan_memory
 
-    plan = plan_memory(packed, options)
+    plan = plan_memory(packed, options, packed.predictor is not None)
     return {
         "device": plan.device.type,
         "dtype": str(plan.dtype).removeprefix("torch."),

@@ -13,23 +13,25 @@ from pathlib import Path
 
 import torch
 
-from seqmoe_cli.engine.decode_graph import Decoding, GraphSteps
-from seqmoe_cli.engine.forecaster import Forecaster, predictor_for
+from seqmoe_cli.engine.decoding import Decoding
+from seqmoe_cli.engine.experts import PooledExperts, StepContext
+from seqmoe_cli.engine.forecaster import Forecaster, plan_with_predictor
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
-from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape, plan_memory
+from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape
 from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.sampler import Sampler
-from seqmoe_cli.engine.stats import Step, StepStats
+from seqmoe_cli.engine.stats import Step
+from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models import build_decoder
 from seqmoe_cli.residency.eviction import Eviction
-from seqmoe_cli.residency.experts import PooledExperts
-from seqmoe_cli.residency.pool import ExpertPool, PoolCounters, Stamps
+from seqmoe_cli.residency.pool import ExpertPool, Stamps, make_expected_use
 from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
+from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_kernels import Routing, StepForecast
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
@@ -51,55 +53,65 @@ class Engine:
         *,
         eager: bool = False,
         verify: bool = False,
-        policy: str = "lru",
         predictor: Predictor | None = None,
     ) -> None:
-        """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify` and
-        `policy`: see `EngineOptions`. `predictor`: see `predictor_for`; without one nothing is
-        foreseen."""
-        self.model = model
-        self.config = model.config
-        self.plan = plan
-        self.device = plan.device
-        self.dtype = plan.dtype
-        self.ctx_size = plan.ctx_size
+        """`eager`: also a GPU decodes operation by operation, without a CUDA graph. `verify`: see
+        `EngineOptions`. `predictor`: see `predictor_for`; without one nothing is forecast."""
+        self.model, self.config = model, model.config
+        self.plan, self.store = plan, store
+        self.device, self.dtype, self.ctx_size = plan.device, plan.dtype, plan.ctx_size
         self.fallbacks = list(plan.fallbacks)
-        self.store = store
-        self.kv = KVState(self.config, plan.ctx_size, plan.dtype, plan.device)
-        fmt, num_experts = expert_format(model.layout), self.config.num_experts
-        stamps = Stamps(fmt.stamp, num_experts) if verify else None
-        self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps, policy)
-        routing = Routing(num_experts, self.config.num_experts_per_tok, self.config.norm_topk_prob)
-        experts = PooledExperts(self.pool, fmt, routing)
-        decoder = build_decoder(self.config, weights)
-        self.prefetch: Prefetch | None = None
-        if plan.prefetch != "off":
-            num_layers = self.config.num_hidden_layers
-            self.prefetch = Prefetch(self.pool, num_layers, routing, plan.prefetch_by)
-            experts.prefetch = self.prefetch
-            decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
-        self.forecaster: Forecaster | None = None
-        self.eviction: Eviction | None = None  # by a forecast
-        use_graph = plan.device.type == "cuda" and not eager
-        if plan.forecasts and predictor is not None:
-            self.forecaster = Forecaster(predictor, self.pool)
-            expected_use = self.forecaster.expected_use
-            if use_graph:
-                self.forecaster.issue = GraphSteps(self.forecaster.read_one)
-            if policy == "forecast":
-                ghost = GhostCache.unknown(self.config.num_routed_experts, plan.device)
-                self.eviction = Eviction(expected_use, ghost)
-                experts.eviction = self.forecaster.eviction = self.eviction
-            if self.prefetch is not None and self.prefetch.handover is not None:
-                handover = self.prefetch.handover._replace(used=self.forecaster.used)
-                self.prefetch.handover = handover
-            if self.prefetch is not None and plan.prefetch == "full":
-                self.prefetch.step_forecast = StepForecast(expected_use.likely, None)
-        self._forward = Forward(decoder, self.kv, experts, self.forecaster)
-        sampler = Sampler(self.config.vocab_size, plan.device)
-        self._usage_before = self.pool.state.usage.clone()
         self.is_warm = False  # something was in the pool before the first answer
-        self.decoding = Decoding(self._forward, sampler, self.pool, plan.device, not use_graph)
+        config, use_graph = self.config, plan.device.type == "cuda" and not eager
+        num_layers, num_experts = config.num_hidden_layers, config.num_experts
+        routing = Routing(num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+        fmt = expert_format(model.layout)
+
+        self.kv = KVState(config, plan.ctx_size, plan.dtype, plan.device)
+        stamps = Stamps(fmt.stamp, num_experts) if verify else None
+        self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps, plan.policy)
+        self.eviction, self.forecaster = self._build_forecast(predictor, use_graph)
+        used = None if self.forecaster is None else self.forecaster.used
+        self.prefetch = None
+        if plan.prefetch != "off":
+            self.prefetch = Prefetch(self.pool, num_layers, routing, plan.prefetch_by, used)
+        context = StepContext(
+            self.pool,
+            routing,
+            forecast=Beside(plan.device),
+            prefetch=self.prefetch,
+            eviction=self.eviction,
+            step_forecast=self._step_forecast(),
+            used=used,
+            routed=None if self.forecaster is None else self.forecaster.routed,
+        )
+        decoder = build_decoder(config, weights)
+        if self.prefetch is not None:
+            decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
+        experts = PooledExperts(context, fmt)
+        self._context = context
+        self._forward = Forward(decoder, self.kv, context, experts, self.forecaster)
+        sampler = Sampler(config.vocab_size, plan.device)
+        self.decoding = Decoding(self._forward, sampler, context, use_graph)
+        self._usage_before = self.pool.state.usage.clone()
+
+    def _build_forecast(
+        self, predictor: Predictor | None, use_graph: bool
+    ) -> tuple[Eviction | None, Forecaster | None]:
+        """What runs a predictor along, and eviction by what it says."""
+        if predictor is None or not self.plan.forecasts:
+            return None, None
+        num_experts, device = self.config.num_routed_experts, self.device
+        expected_use = make_expected_use(num_experts, self.plan.num_slots, device)
+        eviction = None
+        if self.plan.policy == "forecast":
+            eviction = Eviction(expected_use, GhostCache.unknown(num_experts, device))
+        return eviction, Forecaster(predictor, self.pool, expected_use, eviction, use_graph)
+
+    def _step_forecast(self) -> StepForecast | None:
+        if self.forecaster is None or self.plan.prefetch != "full":
+            return None
+        return StepForecast(self.forecaster.expected_use.likely, None)
 
     @classmethod
     def open(
@@ -118,13 +130,7 @@ class Engine:
         """
         report = progress or (lambda stage, done, total: None)
         model = PackedModel.open(path)
-        plan = plan_memory(model, options)
-        predictor = None
-        if plan.forecasts:
-            config = model.config
-            stored = predictor_for(options, path, config, model.name, config.vocab_size)
-            stored.check_model(model.name, model.weights_sha256)
-            predictor = stored.predictor
+        plan, predictor = plan_with_predictor(model, options, path)
         pin = plan.device.type == "cuda"
         store = HostStore.load(model, pin, lambda done, total: report("experts", done, total))
         weights = model.load_resident(
@@ -137,7 +143,6 @@ class Engine:
             weights,
             eager=eager,
             verify=options.verify,
-            policy=options.policy,
             predictor=predictor,
         )
 
@@ -217,39 +222,45 @@ class Engine:
             self.decoding.choose_first(last)
             taken = self.decoding.take()
         after = taken.counters if taken else self.pool.counters()
-        costs = self._costs("prefill", self.kv.length - held, before, after)
-        costs = replace(costs, elapsed_s=time.perf_counter() - started)
-        yield costs, taken.token if taken else None
+        num_tokens, elapsed_s = self.kv.length - held, time.perf_counter() - started
+        record_bytes = self.plan.record_bytes
+        stats = StepStats.between(before, after, record_bytes, "prefill", num_tokens, elapsed_s)
+        yield stats, taken.token if taken else None
         while taken and not stop():
             before, token = taken.counters, taken.token
             taken = self.decoding.take()
             self.kv.commit([token])
-            costs = self._costs("decode", 1, before, taken.counters)
-            self._observe(costs, taken.counters.since(before).gave_up > 0)
-            yield replace(costs, elapsed_s=taken.elapsed_s), taken.token
+            stats = StepStats.between(
+                before, taken.counters, record_bytes, "decode", 1, taken.elapsed_s
+            )
+            yield self._observe(stats), taken.token
         yield StepStats("decode"), None
 
-    def _costs(
-        self, phase: str, num_tokens: int, before: PoolCounters, after: PoolCounters
-    ) -> StepStats:
-        rests = self.prefetch is not None and not self.prefetch.is_on and phase == "decode"
-        unforeseen = self.eviction is not None and not self.eviction.is_on and phase == "decode"
-        spent = after.since(before)
-        return StepStats.of(phase, num_tokens, spent, self.plan.record_bytes, rests, unforeseen)
+    def _observe(self, step: StepStats) -> StepStats:
+        """Let eviction and prefetch learn from a decode step, and note in it which of them rested.
+        Say so once there will be no more prefetches."""
+        prefetch, eviction = self.prefetch, self.eviction
+        step = replace(
+            step,
+            prefetch_rested_tokens=int(prefetch is not None and not prefetch.is_on),
+            eviction_rested_tokens=int(eviction is not None and not eviction.switch.is_on),
+        )
+        if eviction is not None:
+            eviction.observe(step, "off" if prefetch is None else prefetch.status)
+        if prefetch is not None:
+            prefetch.observe(step)
+            if prefetch.failure is not None:
+                line = f"prefetch has stopped ({prefetch.failure}): every miss is fetched"
+                if line not in self.fallbacks:
+                    self.fallbacks.append(line)
+        return step
 
-    def _observe(self, costs: StepStats, gave_up: bool) -> None:
-        """Let eviction and prefetch learn from a decode step, a handover having given up before its
-        end or not; say so once there will be no more prefetches."""
-        if self.eviction is not None:
-            prefetches = self.prefetch is not None and self.prefetch.is_on
-            self.eviction.observe(costs.eviction_costs, prefetches)
-        if self.prefetch is None:
-            return
-        self.prefetch.observe(costs.prefetch_costs(self.plan.record_bytes), gave_up)
-        if self.prefetch.failure is not None:
-            line = f"prefetch has stopped ({self.prefetch.failure}): every miss is fetched"
-            if line not in self.fallbacks:
-                self.fallbacks.append(line)
+    def hold(self) -> None:
+        """Let prefetch and eviction by a forecast stay on, whether they pay or not: to be
+        measured."""
+        for part in (self.prefetch, self.eviction):
+            if part is not None:
+                part.switch.is_held = True
 
     @torch.inference_mode()
     def log_likelihoods(
@@ -281,7 +292,7 @@ class Engine:
         """Let `routing` choose the experts of every single token in the place of the router, which
         still runs and weighs them. To be called before the first answer: a captured CUDA graph
         keeps the choice that it was captured with."""
-        self._forward.replay(routing)
+        self._context.replayed = routing
 
     def reset_pool(self) -> None:
         """Make the pool cold, and forget what was foreseen for it."""

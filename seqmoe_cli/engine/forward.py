@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from seqmoe_cli.engine.beside import Beside
+from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.forecaster import Forecaster
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
+from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models.decoder import Decoder
-from seqmoe_cli.residency.experts import PooledExperts
-from seqmoe_cli.residency.replayed import ReplayedRouting
 
 PrefillProgress = Callable[[int, int], None]
 
@@ -29,20 +28,15 @@ class Forward:
         self,
         decoder: Decoder,
         kv: KVState,
+        context: StepContext,
         experts: PooledExperts,
         forecaster: Forecaster | None = None,
     ) -> None:
         self.head = decoder.head
-        self._decoder = decoder
-        self._kv = kv
-        self._experts = experts
-        self._foresight = forecaster
-        if forecaster is not None:
-            experts.used, experts.routed = forecaster.used, forecaster.routed
-        self._beside = Beside(kv.keys.device)
-        self._prefetch_streams = Beside(kv.keys.device, -1), Beside(kv.keys.device, -2)
-        self._are_prefetches_out = False
-        self._expectation = None if experts.prefetch is None else experts.prefetch.step_forecast
+        self._decoder, self._kv, self._context = decoder, kv, context
+        self._experts, self._forecaster = experts, forecaster
+        device = kv.keys.device
+        self._schedule, self._copies = Beside(device, -1), Beside(device, -2)
         self._num_layers = decoder.config.num_hidden_layers
         self._recorder: TraceRecorder | None = None
 
@@ -54,17 +48,7 @@ class Forward:
     def record(self, recorder: TraceRecorder | None) -> None:
         """Let `recorder` see the routing and the end of every forward; None ends it."""
         self._recorder = recorder
-        self._experts.observer = None if recorder is None else recorder.routed
-
-    def replay(self, routing: ReplayedRouting | None) -> None:
-        """Let `routing` choose the experts of every single token; None gives the router its say."""
-        self._experts.replayed = routing
-        if (prefetch := self._experts.prefetch) is not None:
-            prefetch.predicted = None if routing is None else routing.named
-            foreseen = None if routing is None else routing.step_forecast
-            prefetch.step_forecast = foreseen or self._expectation
-        if self._foresight is not None:
-            self._foresight.replayed = routing
+        self._context.observer = None if recorder is None else recorder.routed
 
     def chunks(
         self,
@@ -80,8 +64,8 @@ class Forward:
             chunk = ids[start : start + size]
             self._kv.begin(len(chunk))
             tokens = torch.tensor(chunk, dtype=torch.int64, device=device)
-            if self._foresight is not None and len(chunk) == 1:
-                self._foresight.begin(tokens)
+            if self._forecaster is not None and len(chunk) == 1:
+                self._forecaster.begin(tokens, self._context.replayed)
             x = self._decoder.embed(tokens)
             for n in range(self._num_layers):
                 if len(chunk) > 1 and stop():
@@ -90,8 +74,8 @@ class Forward:
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
             is_last = start + len(chunk) == len(ids)
-            if self._foresight is not None and is_last and len(chunk) > 1:
-                self._foresight.read(tokens)
+            if self._forecaster is not None and is_last and len(chunk) > 1:
+                self._forecaster.read(tokens, self._context.replayed)
             self._advance(len(chunk))
             self._kv.commit(chunk)
             self._tell_recorder(chunk, x)
@@ -100,14 +84,7 @@ class Forward:
     def one(self, token: torch.Tensor) -> torch.Tensor:
         """Evaluate `token`, int64 [1], after all that the device has seen: [1, H]. Reads nothing
         back and depends on no number of the host; the caller commits."""
-        if self._foresight is not None and not self._is_foresight_wanted:
-            self._foresight.rest()
-        elif self._foresight is not None:
-            # Nobody asks for what is foreseen before the first layer has chosen its experts.
-            self._beside.fork(lambda: self._foresee(token))
-            self._experts.ready = self._beside.join
-        else:
-            self._foresee(token)
+        self._forecast(token)
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
             x = self._decoder.layer(n, x, self._kv, self._experts)
@@ -120,44 +97,40 @@ class Forward:
 
     def await_prefetches(self) -> None:
         """What is queued from now on waits for what runs beside the step of `one`."""
-        if self._are_prefetches_out:
-            for beside in self._prefetch_streams:
-                beside.join()
-        self._are_prefetches_out = False
+        self._schedule.join()
+        self._copies.join()
+
+    def _forecast(self, token: torch.Tensor) -> None:
+        """What the step's kernels may know of it beforehand."""
+        context, forecaster = self._context, self._forecaster
+        prefetch = context.prefetch if context.pool.flights is not None else None
+
+        def work() -> None:
+            if forecaster is not None:
+                forecaster.begin(token, context.replayed)
+            if prefetch is not None:
+                prefetch.begin_step(context.candidates)
+
+        if forecaster is None:
+            work()
+        elif context.is_forecast_wanted:  # not before the first choice of experts
+            context.forecast.fork(work)
+        else:
+            forecaster.rest()
 
     def _start_prefetches(self) -> None:
         """Prefetches are asked for and copied beside the layers that are still to come."""
-        prefetch, expected_use = self._experts.prefetch, self._experts.expected_use
-        if prefetch is None or prefetch.handover is None or not prefetch.is_on:
+        context = self._context
+        prefetch = context.prefetch if context.pool.flights is not None else None
+        if prefetch is None or prefetch.handover is None:
             return
-        ask, copy = self._prefetch_streams
-        ask.fork(lambda: prefetch.ask(expected_use))
-        copy.fork(prefetch.copy)
-        self._are_prefetches_out = True
-
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """What makes a step another one, with other kernels: whether prefetch is on, and whether a
-        forecast chooses victims."""
-        return self._experts.pool.flights is not None, self._experts.expected_use is not None
-
-    @property
-    def _is_foresight_wanted(self) -> bool:
-        """By eviction, or by a prefetch, as far as they do not rest."""
-        prefetches, evicts = self.kind
-        return evicts or (prefetches and self._expectation is not None)
-
-    def _foresee(self, token: torch.Tensor) -> None:
-        """What the step's kernels may know of it beforehand."""
-        if self._foresight is not None:
-            self._foresight.begin(token)
-        if (prefetch := self._experts.prefetch) is not None and prefetch.is_on:
-            prefetch.begin_step()
+        self._schedule.fork(lambda: prefetch.ask(context))
+        self._copies.fork(prefetch.copy)
 
     def _advance(self, num_tokens: int) -> None:
         self._kv.advance(num_tokens)
-        if num_tokens == 1 and self._experts.replayed is not None:
-            self._experts.replayed.advance()
+        if num_tokens == 1 and self._context.replayed is not None:
+            self._context.replayed.advance()
 
     def _tell_recorder(self, ids: Sequence[int], x: torch.Tensor) -> None:
         if self._recorder is not None:

@@ -48,8 +48,9 @@ class PlanLine:
 @dataclass(frozen=True)
 class MemoryPlan:
     """Device memory in bytes (on a CPU: host memory), beside `records_bytes` of host memory.
-    `prefetch`: what becomes of `EngineOptions.prefetch`, and `prefetch_by` "gpu" or "thread";
-    `forecasts`: a predictor runs along. What they need is in `workspace_bytes`."""
+    `policy` and `prefetch`: what becomes of those of `EngineOptions`, never "auto"; `prefetch_by`
+    "gpu" or "thread"; `forecasts`: a predictor runs along. What they need is in
+    `workspace_bytes`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,6 +65,7 @@ class MemoryPlan:
     pool_reason: str
     budget_reason: str
     fallbacks: tuple[str, ...]
+    policy: str = "lru"
     prefetch: str = "off"
     prefetch_by: str = "thread"
     forecasts: bool = False
@@ -91,10 +93,14 @@ class MemoryPlan:
         ]
 
 
-def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
+def plan_memory(
+    model: ModelShape, options: EngineOptions, has_predictor: bool = False
+) -> MemoryPlan:
     """Divide the memory; raises `ResourceError` with the numbers and the flag to change when the
-    model does not fit or `--pool` is below the largest demand of one layer."""
+    model does not fit or `--pool` is below the largest demand of one layer. `has_predictor`: there
+    is a trained one, which "auto" may use."""
     device, dtype, fallbacks = choose_placement(options)
+    policy, prefetch = _wanted(options, device, has_predictor)
     ctx_size, max_ctx = options.ctx_size, model.config.max_position_embeddings
     if ctx_size > max_ctx:
         if ctx_size != EngineOptions.ctx_size:
@@ -104,15 +110,21 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
     resident = _resident_bytes(model.config, dtype)
     kv = _kv_bytes(model, ctx_size, dtype)
     workspace = _workspace_bytes(model, ctx_size, dtype, device)
-    extra = _forecast_bytes(model.config, options.prefetch, bool(options.forecasting), dtype)
+    forecasts = policy == "forecast" or prefetch == "full"
+    extra = _forecast_bytes(model.config, prefetch, forecasts, dtype)
     budget, budget_reason = _budget(records, options, device)
     num_slots, pool_reason = _num_slots(
         model, options.pool, budget - resident - kv - workspace - extra
     )
-    prefetch, why_not = _prefetch(model.config, options, num_slots)
-    fallbacks += why_not
-    forecasts = prefetch == "full" or options.policy == "forecast"
-    forecasts &= num_slots < model.config.num_routed_experts
+    least = least_slots(model.config.num_experts_per_tok)
+    if num_slots >= model.config.num_routed_experts:  # nothing to be decided
+        prefetch, policy = "off", "lru" if options.policy == "auto" else policy
+        forecasts = False
+    elif prefetch != "off" and num_slots < least:
+        if options.prefetch != "auto":
+            short = f"--prefetch {prefetch} needs a pool of {least} slots, not {num_slots}"
+            fallbacks.append(f"{short}: prefetch is off")
+        prefetch, forecasts = "off", policy == "forecast"
     plan = MemoryPlan(
         device=device,
         dtype=dtype,
@@ -127,6 +139,7 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
         pool_reason=pool_reason,
         budget_reason=budget_reason,
         fallbacks=tuple(fallbacks),
+        policy=policy,
         prefetch=prefetch,
         prefetch_by=_prefetch_by(options.prefetch_by, device),
         forecasts=forecasts,
@@ -135,16 +148,15 @@ def plan_memory(model: ModelShape, options: EngineOptions) -> MemoryPlan:
     return plan
 
 
-def _prefetch(config: ModelConfig, options: EngineOptions, num_slots: int) -> tuple[str, list[str]]:
-    """The kind of prefetch, and a sentence if it is not the one that was asked for. A pool that
-    holds all experts has nothing to gain."""
-    least = least_slots(config.num_experts_per_tok)
-    if options.prefetch == "off" or num_slots >= config.num_routed_experts:
-        return "off", []
-    if num_slots < least:
-        short = f"--prefetch {options.prefetch} needs a pool of {least} slots, not {num_slots}"
-        return "off", [f"{short}: prefetch is off"]
-    return options.prefetch, []
+def _wanted(options: EngineOptions, device: torch.device, has_predictor: bool) -> tuple[str, str]:
+    """Policy and prefetch for a pool of less than all experts, "auto" replaced."""
+    policy, prefetch = ("lru", "off") if device.type == "cpu" else ("decayed", "lookahead")
+    if device.type != "cpu" and has_predictor:
+        policy, prefetch = "forecast", "full"
+    return (
+        policy if options.policy == "auto" else options.policy,
+        prefetch if options.prefetch == "auto" else options.prefetch,
+    )
 
 
 def _prefetch_by(wanted: str, device: torch.device) -> str:

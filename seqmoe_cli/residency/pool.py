@@ -27,36 +27,10 @@ from seqmoe_kernels import (
     verify_slots,
 )
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
-from seqmoe_kernels.pool.step_ring import VALUE_BITS
 from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS
-from seqmoe_kernels.state import (
-    CUT_BYTES,
-    DROPPED,
-    EMPTY,
-    FAULT,
-    FETCHING,
-    GAP_NS,
-    GAVE_UP,
-    HITS,
-    LANDED,
-    LATE,
-    MISSED_BY_COUNTS,
-    MISSED_BY_FORECAST,
-    MISSES,
-    NO_VICTIM,
-    PREFETCH_HITS,
-    PREFETCHES,
-    STALL_NS,
-    STEP_NS,
-    PoolState,
-)
+from seqmoe_kernels.state import EMPTY, FAULT, FETCHING, NO_VICTIM, PoolState
 
 MAX_WAVE = 256  # experts that one event takes
-_SHOWN = (  # the fields of PoolCounters
-    *(HITS, MISSES, STALL_NS, STEP_NS, GAP_NS),
-    *(PREFETCHES, PREFETCH_HITS, LATE, DROPPED, LANDED, CUT_BYTES),
-    *(MISSED_BY_FORECAST, MISSED_BY_COUNTS, GAVE_UP),
-)
 
 
 def make_expected_use(num_experts: int, num_slots: int, device: torch.device) -> ExpectedUse:
@@ -64,48 +38,6 @@ def make_expected_use(num_experts: int, num_slots: int, device: torch.device) ->
     weights, tail = discounted()
     numbers = torch.tensor([*weights.tolist(), tail, uses_per_count()])
     return ExpectedUse.unknown(num_experts, num_slots, torch.from_numpy(EXP2), numbers, device)
-
-
-class PoolCounters(NamedTuple):
-    """Since the pool was made: lookups that found a slot, those that did not, and by the device's
-    clock the nanoseconds of waiting for misses, of steps, and between steps.
-
-    Of the prefetches asked for, `prefetch_hits` are hits, `late` were waited for and `dropped` came
-    after the fetch of the same expert, both of which are misses. Records that have landed, be they
-    wanted or not, are `prefetched`; copies that were cut short have moved `cut_bytes`.
-
-    `missed_by_forecast` are experts that steps lacked whose victims a forecast chose, those that a
-    prefetch brought in time included; `missed_by_counts` how many decayed counts would have had
-    them lack. Both are there when the next step is. `gave_up`: couriers that did not see the end of
-    their step.
-
-    Differences are those of events that lie less than 39 hours apart.
-    """
-
-    hits: int
-    misses: int
-    stall_ns: int
-    step_ns: int
-    gap_ns: int
-    prefetches: int = 0
-    prefetch_hits: int = 0
-    late: int = 0
-    dropped: int = 0
-    prefetched: int = 0
-    cut_bytes: int = 0
-    missed_by_forecast: int = 0
-    missed_by_counts: int = 0
-    gave_up: int = 0
-
-    @property
-    def fetched(self) -> int:
-        """Records fetched: a miss that was waited for needed none."""
-        return self.misses - self.late
-
-    def since(self, before: PoolCounters) -> PoolCounters:
-        """What was counted after `before`."""
-        pairs = zip(self, before, strict=True)
-        return PoolCounters(*((after - then) % (1 << VALUE_BITS) for after, then in pairs))
 
 
 class Stamps(NamedTuple):
@@ -218,13 +150,13 @@ class ExpertPool:
         """bool [n]: whether each expert has a slot now."""
         return self.state.slot_of[flat_ids.long()] >= 0
 
-    def counters(self) -> PoolCounters:
-        """Read the counters (waits for the device)."""
+    def counters(self) -> Sequence[int]:
+        """`PoolState.counters` (waits for the device), `checked`."""
         return self.checked(self.state.counters.tolist())
 
-    def checked(self, values: Sequence[int]) -> PoolCounters:
-        """From the numbers of `PoolState.counters`. Raises `PoolError` once a slot held another
-        expert than the one wanted; a miss without a victim is a broken program."""
+    def checked(self, values: Sequence[int]) -> Sequence[int]:
+        """The same numbers. Raises `PoolError` once a slot held another expert than the one wanted;
+        a miss without a victim is a broken program."""
         if values[NO_VICTIM]:
             raise AssertionError(f"{values[NO_VICTIM]} misses found no victim")
         if values[FAULT] and self.stamps:
@@ -233,7 +165,7 @@ class ExpertPool:
                 "no token came of it; start again, and if it comes back, suspect the memory of "
                 "this machine",
             )
-        return PoolCounters(*(values[i] for i in _SHOWN))
+        return values
 
     def disown(self) -> None:
         """Copies that are under way are for nobody from now on: a slot is empty once its copy has

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, DmaCopier, HostCopier, Prefetcher
-from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
+from seqmoe_cli.residency.stats import StepStats
+from seqmoe_cli.residency.switch import Lengths, PrefetchVerdict, Switch
 from seqmoe_kernels import (
     Ahead,
     Asking,
@@ -71,6 +72,18 @@ def least_slots(top_k: int) -> int:
     return 2 * top_k + MOST_IN_FLIGHT
 
 
+class Sources(Protocol):
+    """What a step has to ask by: `predicted` experts in the place of the routers' look-ahead; a
+    forecast to pick `candidates` from; the `expected_use` by which victims are chosen."""
+
+    @property
+    def predicted(self) -> RecordedIds | None: ...
+    @property
+    def candidates(self) -> StepForecast | None: ...
+    @property
+    def expected_use(self) -> ExpectedUse | None: ...
+
+
 class Prefetch:
     """Made for a pool, which from then on lands what was prefetched. `by` "gpu": kernels beside
     those of a step ask and copy, `ask` and `copy`; "thread": a thread of the host copies what
@@ -82,19 +95,22 @@ class Prefetch:
         num_layers: int,
         routing: Routing,
         by: str = "thread",
+        used: torch.Tensor | None = None,
     ) -> None:
+        """`used`, int32 [L * K]: where the experts of a step are noted, if a predictor reads them
+        there."""
         device, (num_experts, top_k, _) = pool.slots.device, routing
         width, beside = 1 << (top_k - 1).bit_length(), by == "gpu"
         self.flights = Flights.none(num_layers, top_k, DISTANCE, width, device, beside)
         self.handover: Handover | None = None
         if beside:
             self.handover = Handover.idle(num_layers, num_experts, top_k, DISTANCE, device)
-        self.predicted: RecordedIds | None = None  # names experts in the place of the routers
-        self.step_forecast: StepForecast | None = None  # of a forecast, beside look-ahead
+            if used is not None:
+                self.handover = self.handover._replace(used=used)
         self._pool, self._routing, self._num_layers = pool, routing, num_layers
         self._way = WAYS[by]
         self.copy_s, self.fetch_s = _measure(pool)
-        self.switch = KillSwitch(self.fetch_s)
+        self.switch = Switch(lambda on, off: PrefetchVerdict.of(on, off, self.fetch_s))
         self.thread: Prefetcher | None = None
         if not beside:
             copier: Copier = (DmaCopier if device.type == "cuda" else HostCopier)(
@@ -102,7 +118,7 @@ class Prefetch:
             )
             self.thread = Prefetcher(self.flights, copier)
         self._most_kept = min(NUM_FLIGHTS, pool.num_slots - 2 * top_k)
-        self._is_on, self._is_held, self._steps = False, False, 0
+        self._is_on, self._steps = False, 0
         self._step_s = self._stall_s = 0.0  # of late
         self._gave_up = 0  # steps of late
         self._set_rules(_UNKNOWN_NS)
@@ -122,7 +138,7 @@ class Prefetch:
         pay) or stopped."""
         if self.failure:
             return "stopped"
-        return "on" if self.is_on else "resting" if self.switch.rests else "comparing"
+        return self.switch.status
 
     @property
     def failure(self) -> str | None:
@@ -131,30 +147,22 @@ class Prefetch:
             return "the GPU does not run its kernels beside the others; try --prefetch-by thread"
         return None if self.thread is None else self.thread.failure
 
-    def hold(self) -> None:
-        """Stay on from now on, whether it pays or not: to be measured."""
-        self._is_held = True
-
-    def begin_step(self) -> None:
-        """A step of one token begins: note whom the forecast expects, if there is one. Can be
+    def begin_step(self, forecast: StepForecast | None) -> None:
+        """A step of one token begins: pick candidates from its forecast, if there is one. Can be
         captured in a CUDA graph."""
-        if self.step_forecast is not None:
-            pick_candidates(self.step_forecast, self._pool.state, self.flights)
+        if forecast is not None:
+            pick_candidates(forecast, self._pool.state, self.flights)
 
-    def ahead(
-        self, layer: int, logits: torch.Tensor, chosen: Chosen, expected_use: ExpectedUse | None
-    ) -> Ahead:
-        """What a fetch needs to ask for prefetches; `logits` are those of later routers, victims
-        are chosen by `expected_use`."""
-        asking = self._asking(expected_use)
+    def ahead(self, layer: int, logits: torch.Tensor, chosen: Chosen, sources: Sources) -> Ahead:
+        """What a fetch needs to ask for prefetches; `logits` are those of later routers."""
+        asking = self._asking(sources)
         return Ahead(layer, logits, chosen.wanted, chosen.resolved.slots, asking)
 
-    def ask(self, expected_use: ExpectedUse | None) -> None:
+    def ask(self, sources: Sources) -> None:
         """The kernel that asks, to be queued beside a step's kernels behind its first layer."""
         if self.handover is not None:
-            schedule_prefetches(
-                self._asking(expected_use), self._pool.state, self.flights, self.handover
-            )
+            asking = self._asking(sources)
+            schedule_prefetches(asking, self._pool.state, self.flights, self.handover)
 
     def copy(self) -> None:
         """The kernel that copies, to be queued likewise, beside both."""
@@ -162,14 +170,14 @@ class Prefetch:
             pool = self._pool
             copy_prefetches(pool.records, pool.slots, pool.state, self.flights, self.handover)
 
-    def _asking(self, expected_use: ExpectedUse | None) -> Asking:
+    def _asking(self, sources: Sources) -> Asking:
         num_experts, top_k, _ = self._routing
-        hinted = self.step_forecast is not None
-        return Asking(num_experts, top_k, self.predicted, hinted, expected_use)
+        hinted = sources.candidates is not None
+        return Asking(num_experts, top_k, sources.predicted, hinted, sources.expected_use)
 
-    def observe(self, step: StepCosts, gave_up: bool = False) -> None:
-        """Learn from a decode step: the time of a layer, whether prefetch pays, and for whom; and
-        whether the handover gave up before its end.
+    def observe(self, step: StepStats) -> None:
+        """Learn from a decode step: the time of a layer, whether prefetch pays, and for which uses;
+        and whether the prefetch kernels gave up before its end.
 
         What is in time is told by the computing of a layer alone: many layers do not wait, and what
         comes late for those slows down the fetches of the others. And the more of a step's time the
@@ -178,11 +186,10 @@ class Prefetch:
         been idle or busy. The handover delays none.
         """
         if self.is_on:
-            self._gave_up = (self._gave_up + 1) * gave_up
-        on = self._is_held or self.switch.observe(step)
-        self._turn(on and self.failure is None)
+            self._gave_up = (self._gave_up + 1) * (step.gave_up > 0)
+        self._turn(self.switch.observe(step) and self.failure is None)
         self._steps += 1
-        if (num := self._steps - SETTLE) <= 0:  # kernels are compiled
+        if (num := self._steps - Lengths().settle) <= 0:  # kernels are compiled
             return
         share = 1 / min(num, TUNE_EVERY)
         self._step_s += share * (step.step_s - self._step_s)

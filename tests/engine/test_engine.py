@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqmoe_cli.engine.decode_graph import EagerSteps
+from seqmoe_cli.engine.decoding import EagerSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.stats import TurnStats

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from seqmoe_cli.engine.decode_graph import EagerSteps, GraphSteps
+from seqmoe_cli.engine.decoding import EagerSteps, GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import Step
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams

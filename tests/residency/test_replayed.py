@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqmoe_cli.engine.decode_graph import EagerSteps, GraphSteps
+from seqmoe_cli.engine.decoding import EagerSteps, GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.forecast.trace import Trace

@@ -78,7 +78,7 @@ def interview(folder: str, pool: str, sampling: SamplingParams) -> list[list[Ans
 
 def _answer(question: str, text: str, stats: TurnStats) -> Answer:
     ended = stats.finish_reason == "stop"
-    return Answer(question, text, stats.completion_tokens, ended, stats.decode_hit_rate)
+    return Answer(question, text, stats.completion_tokens, ended, stats.decode.hit_rate)
 
 
 def page(sparse: list[list[Answer]], dense: list[list[Answer]]) -> Iterator[str]:

@@ -18,9 +18,9 @@ class Beside:
         -1 or lower: those of the same one may come to share a queue of the device, in which the
         kernels would stand behind it."""
         self._stream: torch.cuda.Stream | None = None
+        self._is_out = False
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-            self._stream = stream
+            self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
     def fork(self, work: Callable[[], None]) -> None:
         """Queue `work` behind what the caller has queued."""
@@ -30,8 +30,10 @@ class Beside:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             work()
+        self._is_out = True
 
     def join(self) -> None:
-        """What the caller queues from now on waits for the work."""
-        if self._stream is not None:
+        """What the caller queues from now on waits for the work, if there is any."""
+        if self._stream is not None and self._is_out:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._is_out = False

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from seqmoe_cli.engine.experts import SEED_TOKENS, PooledExperts
 from seqmoe_cli.engine.record_format import expert_format
-from seqmoe_cli.residency.experts import SEED_TOKENS, PooledExperts
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_kernels import Routing, route
 from seqmoe_weights.layout import RecordLayout

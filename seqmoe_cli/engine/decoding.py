@@ -14,22 +14,23 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from seqmoe_cli.engine.experts import StepContext
 from seqmoe_cli.engine.forward import Forward
-from seqmoe_cli.engine.ring import TokenRing
 from seqmoe_cli.engine.sampler import Sampler
-from seqmoe_cli.residency.pool import ExpertPool, PoolCounters
 from seqmoe_cli.settings import SamplingParams
-from seqmoe_kernels import begin_step
+from seqmoe_kernels import ENTRY_WORDS, PoolState, begin_step, publish, read_entry
 
 REPLAYS_AHEAD = 1  # a stop token or an interruption wastes as many
+_RING_SIZE = 64  # entries; far more than steps that run ahead of the host
+_NAP_S = 20e-6  # between looks; a sleeping thread leaves the interpreter to others
 
 
 class Taken(NamedTuple):
-    """A chosen token, the pool's counters after its step, and how long the step took: since it was
+    """A chosen token, `PoolState.counters` after its step, and how long the step took: since it was
     asked for or since the one before was taken, whichever is later."""
 
     token: int
-    counters: PoolCounters
+    counters: Sequence[int]
     elapsed_s: float
 
 
@@ -86,6 +87,44 @@ class GraphSteps:
         graph.replay()
 
 
+class TokenRing:
+    """How chosen tokens reach the host while the device goes on: entries in host memory that the
+    device writes, numbered without end.
+
+    `next_number` is the number of the next entry that will be asked of the device. An entry that
+    nobody takes is overwritten one day.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._entries = torch.full(
+            (_RING_SIZE, ENTRY_WORDS), -1, dtype=torch.int64, pin_memory=on_gpu
+        )
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.current_stream(device) if on_gpu else None
+        self.next_number = 0
+
+    def begin(self) -> None:
+        """Let the device count from `next_number`, whatever became of the steps before."""
+        self._number.fill_(self.next_number)
+
+    def put(self, token: torch.Tensor, pool: PoolState) -> None:
+        """Queue the writing of one entry: `token` int64 [1] and the pool's counters."""
+        publish(token, pool, self._entries, self._number)
+
+    def wait(self, number: int) -> tuple[int, list[int]]:
+        """An entry that has been asked for: the token, and the numbers of `PoolState.counters`.
+        Other threads run meanwhile."""
+        while True:
+            idle = self._stream is None or self._stream.query()  # also raises the device's errors
+            if (entry := read_entry(self._entries, number)) is not None:
+                token, *counters = entry
+                return token, counters
+            if idle:
+                raise AssertionError(f"the device is idle and has not written entry {number}")
+            time.sleep(_NAP_S)
+
+
 class Decoding:
     """The tokens of one answer at a time: `begin`, `choose_first`, then `take` until enough.
 
@@ -94,24 +133,18 @@ class Decoding:
     """
 
     def __init__(
-        self,
-        forward: Forward,
-        sampler: Sampler,
-        pool: ExpertPool,
-        device: torch.device,
-        eager: bool,
+        self, forward: Forward, sampler: Sampler, context: StepContext, use_graph: bool
     ) -> None:
-        self._forward = forward
-        self._sampler = sampler
-        self._pool = pool
+        device = context.pool.slots.device
+        self._forward, self._sampler, self._pool = forward, sampler, context.pool
         self._ring = TokenRing(device)
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
         self._awaited: deque[tuple[int, float]] = deque()  # entries asked for: number, when
         self._taken_at = 0.0
         self._num_left = 0  # steps that may still be issued
         self._eager_steps = EagerSteps(self.step)
-        graphs = GraphSteps(self.step, lambda: forward.kind)
-        self.issue: Issuer = self._eager_steps if eager else graphs
+        graphs = GraphSteps(self.step, lambda: context.kind)
+        self.issue: Issuer = graphs if use_graph else self._eager_steps
 
     def begin(self, params: SamplingParams, prompt_ids: Sequence[int], max_steps: int) -> None:
         """Start an answer of at most `max_steps` steps beside the first token."""
