@@ -11,6 +11,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def bench(shape: str = SHAPE, device: str = "cuda") -> dict[str, Any]:
                 print(_summary(rows[-1]), flush=True)
         texts = compare_texts(source, loaded, device)
         deep_step = profile_deep(source, loaded, device) if device == "cuda" else None
-    command = f"seqmoe bench --shape {shape} -r {REPETITIONS} -o json --pool"
+    command = (
+        f"seqmoe bench --shape {shape} -r {REPETITIONS} --policy lru --prefetch off -o json --pool"
+    )
     return {
         "weights": "random",
         "commands": [
@@ -102,7 +105,9 @@ def profile_deep(source: Source, loaded: Loaded, device: str) -> dict[str, Any]:
 
 
 def _options(pools: tuple[str, ...], device: str) -> list[EngineOptions]:
-    return [EngineOptions(PoolSize.parse(pool), device, ctx_size=CTX_SIZE) for pool in pools]
+    """Without prefetch: what the pool alone does."""
+    plain = EngineOptions(device=device, ctx_size=CTX_SIZE, policy="lru", prefetch="off")
+    return [replace(plain, pool=PoolSize.parse(pool)) for pool in pools]
 
 
 def _summary(row: dict[str, Any]) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from seqmoe_cli.engine.experts import PooledExperts, StepContext
-from seqmoe_cli.engine.forecaster import Forecaster
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from seqmoe_cli.engine.forecaster import Forecaster
 
 PrefillProgress = Callable[[int, int], None]
 

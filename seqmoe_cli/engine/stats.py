@@ -61,8 +61,8 @@ class TurnStats:
 
 class Figure(NamedTuple):
     """A figure of a turn: `value` of its steps in `phase` ("prefill", "decode" or "total"), in
-    `unit`: "tokens", "count", "number", "per token", "share" (from 0 to 1), "bytes", "bytes/s", "tok/s" or
-    "s". `key` is its name in `--json`, `title` in /stats and the status line; empty where it is not
+    `unit`: "tokens", "count", "number", "per token", "share" (from 0 to 1), "bytes", "bytes/s",
+    "tok/s" or "s". `key` is its name in `--json`, `title` the one in /stats, empty where it is not
     shown. `needs`: only shown with "prefetch", or with eviction by a "forecast"."""
 
     key: str

@@ -13,7 +13,7 @@ import pytest
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.output import FORMATS, markdown
 from seqmoe_cli.bench.rows import Breakdown, Row, Sample, Setting, make_row
-from seqmoe_cli.engine.stats import StepStats
+from seqmoe_cli.residency.stats import StepStats
 
 SETTING = Setting(
     model_filename="tiny",
@@ -107,7 +107,7 @@ def test_what_prefetch_saves(
 ) -> None:
     """A step takes 0.15 s; too many copies for those used are not worth it."""
     setting = replace(SETTING, prefetch="lookahead", pool_bytes=1100)
-    asked = {"prefetched_bytes": 100 * copies, "prefetch_hits": 8, "prefetches_late": 1}
+    asked = {"prefetches": copies, "prefetch_hits": 8, "prefetches_late": 1}
     samples = [replace(SAMPLES[0], total=replace(SAMPLES[0].total, step_s=1.2, **asked))]
     case, accuracy = Case(0, 8, 0, 1), [(9, 8, 5)]
     row = make_row(setting, case, "cold", "", samples, accuracy=accuracy, plain_step_s=plain_step_s)

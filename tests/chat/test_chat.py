@@ -18,8 +18,7 @@ from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
-from seqmoe_cli.residency.eviction import EvictionCosts
-from seqmoe_cli.residency.switch import COMPARE, SETTLE, TRY, StepCosts
+from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_cli.terminal.console import make_console, printable
 from seqmoe_cli.text.tokenizer import Tokenizer
@@ -303,8 +302,9 @@ def test_prefetch_is_in_stats_and_settings(talk: Talk, endless: Path, session: S
     assert rows["prefetch hits"][0].isdecimal() and rows["prefetch off"] == ["0", "tok"] * 2
     assert re.search(r"^prefetch +lookahead *$", ahead.run("/show"), re.M)
     assert engine.prefetch is not None
-    for _ in range(TRY + COMPARE + 2 * SETTLE):  # by then it is known not to pay
-        engine.prefetch.switch.observe(StepCosts(8, 0, 9, 1.0, 1.0))
+    while not engine.prefetch.switch.rests:
+        costs = StepStats("decode", 1, misses=9, prefetches=8, stall_s=1.0, step_s=1.0)
+        engine.prefetch.switch.observe(costs)
     ahead.ask("more")
     said = ahead.run("/stats")
     rows = {line[:14].strip(): line[14:].split() for line in said.splitlines()}
@@ -338,7 +338,8 @@ def test_trust_in_the_predictor_is_in_stats(
     assert shares and all(0 <= int(share) <= 100 for share in shares[1].split("%/"))
     assert engine.eviction is not None
     while not engine.eviction.switch.rests:
-        engine.eviction.switch.observe(EvictionCosts(9, 9, 8, 1.0, 1.0), False)
+        missed = {"misses": 9, "missed_by_forecast": 9, "missed_by_counts": 8}
+        engine.eviction.switch.observe(StepStats("decode", 1, stall_s=1.0, step_s=1.0, **missed))
     foreseeing.ask("more")
     said = foreseeing.run("/stats")
     rows = {line[:14].strip(): line[14:].split() for line in said.splitlines()}

@@ -133,7 +133,7 @@ def test_what_a_forecast_saved(
     assert foreseeing.eviction is not None
     for is_on in (True, False):
         foreseeing.reset_kv()
-        foreseeing.eviction.is_on = foreseeing.eviction.switch.is_on = is_on
+        foreseeing.eviction.switch.is_on = is_on
         foreseeing.eviction.switch.rests, foreseeing.eviction.switch._left = not is_on, 99
         assert answer_once(foreseeing, tokenizer, _request(tokenizer, True)) == 0
         said = json.loads(capsys.readouterr().out)

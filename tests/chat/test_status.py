@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from seqmoe_cli.chat import status
-from seqmoe_cli.engine.stats import Step, StepStats, TurnStats
+from seqmoe_cli.engine.stats import Step, TurnStats
+from seqmoe_cli.residency.stats import StepStats
 
 GIB = 2**30
 
@@ -40,7 +41,7 @@ def test_prefetch_is_shown() -> None:
 
 def test_eviction_by_a_forecast_is_shown() -> None:
     turn = TurnStats(prompt_tokens=9)
-    turn.add(Step(2, None, StepStats("decode", 3, 90, 2, 10**7, 0.02, unforeseen_tokens=3)))
+    turn.add(Step(2, None, StepStats("decode", 3, 90, 2, 10**7, 0.02, eviction_rested_tokens=3)))
     for word in ("on", "comparing", "resting"):
         line = status.live_line(turn, 64, GIB, 200, eviction=word)
         assert f" | forecast {word} | pool" in line

@@ -9,7 +9,7 @@ import pytest
 
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
-from seqmoe_cli.residency.switch import KillSwitch
+from seqmoe_cli.residency.switch import Switch
 from tests.checkpoints import packed_model
 
 CPU = ["--device", "cpu", "--dtype", "float32"]
@@ -66,7 +66,7 @@ def test_prefetch_stays_on_whatever_the_switch_would_say(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would say is worked out from the row without prefetch, if there is one before."""
-    monkeypatch.setattr(KillSwitch, "observe", lambda switch, step: False)
+    monkeypatch.setattr(Switch, "_go_on", lambda switch: switch._turn(False, 1))
     argv = ["bench", "--shape", "tiny", *CPU, "--trace", str(files["held"]), "-r", "2"]
     argv += ["--policy", "lru", "--pool", "45%", "-o", "json", "--prefetch"]
     capsys.readouterr()

@@ -120,8 +120,8 @@ def test_pool_changes_no_text(cut: Path, everything: Run) -> None:
     tokens, stats, _ = run(cut, POOL)
     assert tokens == everything[0]
     assert len(tokens) == 24
-    assert stats.misses > 0
-    assert 0 < stats.decode_hit_rate < 1
+    assert stats.total.misses > 0
+    assert 0 < stats.decode.hit_rate < 1
 
 
 def test_every_expert_is_used(everything: Run) -> None:

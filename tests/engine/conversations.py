@@ -27,7 +27,7 @@ def open_engine(
     )
     engine = Engine.open(packed, options, eager=bool(more.get("eager")))
     if engine.prefetch is not None:
-        engine.prefetch.hold()
+        engine.prefetch.switch.is_held = True
     return engine
 
 

@@ -45,7 +45,7 @@ def test_the_same_tokens_whatever_becomes_of_the_courier(
     for _ in range(2):
         tokens, stats = say(engine)
         assert tokens == expected
-        assert (stats.prefetched_bytes > 0) == eager
+        assert (stats.total.prefetched_bytes > 0) == eager
     engine.close()
 
 

@@ -14,6 +14,7 @@ from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_kernels.state import MISSES
 from tests.checkpoints import packed_model
 
 GREEDY = SamplingParams(temperature=0)
@@ -46,13 +47,14 @@ def test_counts_and_rates_add_up(engine: Engine) -> None:
     layers, top_k = engine.config.num_hidden_layers, engine.config.num_experts_per_tok
     assert turn.finish_reason == "length"
     assert turn.completion_tokens == 6
-    assert turn.prefilled_tokens == len(PROMPT)
+    assert turn.prefill.num_tokens == len(PROMPT)
     assert turn.decode.num_tokens == 5  # the first token came out of the prefill
     assert turn.decode.hits + turn.decode.misses == 5 * layers * top_k
-    assert turn.fetched_bytes == turn.misses * engine.plan.record_bytes
-    assert turn.misses == engine.pool.counters().misses
+    total = turn.total
+    assert total.fetched_bytes == total.misses * engine.plan.record_bytes
+    assert total.misses == engine.pool.counters()[MISSES]
     assert turn.prefill.misses >= layers * top_k  # cold: first uses are misses
-    assert turn.hit_rate == turn.hits / (turn.hits + turn.misses)
+    assert total.hit_rate == total.hits / (total.hits + total.misses)
 
 
 def test_stop_token_ends_the_answer_and_is_not_delivered(engine: Engine) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_kernels.state import MISSES
 from tests.checkpoints import packed_model
 
 POOLS = ["2slots", "3slots", "25%", "45%", "all"]
@@ -39,10 +40,10 @@ def test_same_bits_at_every_pool_size(packed: Path, device: str, dtype: str) -> 
         likelihoods = engine.log_likelihoods(ids)
         sampling = SamplingParams(seed=11, temperature=1.0)
         text: list[int | None] = []
-        before = engine.pool.counters().misses
+        before = engine.pool.counters()[MISSES]
         for prompt in (ids[:30], [*ids[:30], 5, 6, 7]):
             text += [s.token_id for s in engine.generate(prompt, sampling, max_tokens=20)]
-        misses.append(engine.pool.counters().misses - before)
+        misses.append(engine.pool.counters()[MISSES] - before)
         seen.append((likelihoods, text))
         engine.close()
     assert misses == sorted(misses, reverse=True)

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmoe_cli.engine.experts import SEED_TOKENS, PooledExperts
+from seqmoe_cli.engine.experts import SEED_TOKENS, PooledExperts, StepContext
 from seqmoe_cli.engine.record_format import expert_format
+from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_kernels import Routing, route
 from seqmoe_weights.layout import RecordLayout
@@ -59,7 +60,8 @@ def test_waves_add_up(num_tokens: int) -> None:
     outs = []
     for num_slots in (TOP_K, 5, LAYERS * EXPERTS):
         pool = ExpertPool(num_slots, records, CPU)
-        experts = PooledExperts(pool, expert_format(layout), Routing(EXPERTS, TOP_K, True))
+        context = StepContext(pool, Routing(EXPERTS, TOP_K, True), Beside(CPU))
+        experts = PooledExperts(context, expert_format(layout))
         experts(0, x, h, logits)  # another layer's experts are in the pool first
         outs.append(experts(1, x, h, logits))
     torch.testing.assert_close(outs[0], expected, atol=1e-5, rtol=1e-5)
@@ -70,7 +72,8 @@ def test_a_long_prompt_leaves_the_pool_to_those_before_and_its_last_tokens() -> 
     """It wants all experts of both layers; there are eight slots."""
     layout = RecordLayout.for_experts(HIDDEN, INTER, "F32")
     pool = ExpertPool(8, make_records(layout), CPU)
-    experts = PooledExperts(pool, expert_format(layout), Routing(EXPERTS, 1, True))
+    context = StepContext(pool, Routing(EXPERTS, 1, True), Beside(CPU))
+    experts = PooledExperts(context, expert_format(layout))
     before = torch.tensor([3, 4, 11], dtype=torch.int32)
     pool.require(before)
     chosen = torch.tensor([*range(EXPERTS), *[6] * SEED_TOKENS])

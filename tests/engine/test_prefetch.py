@@ -11,9 +11,10 @@ import torch
 from seqmoe_cli.residency import prefetch as prefetch_module
 from seqmoe_cli.residency.prefetch import LEAST_USE, TUNE_EVERY
 from seqmoe_cli.residency.replayed import ReplayedRouting
-from seqmoe_cli.residency.switch import SETTLE, KillSwitch, StepCosts
+from seqmoe_cli.residency.stats import StepStats
+from seqmoe_cli.residency.switch import Lengths, PrefetchVerdict, Switch
 from seqmoe_kernels import Request
-from seqmoe_kernels.state import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, READY
+from seqmoe_kernels.state import CERTAIN, LAYER_NS, LEAST, PATIENCE_NS, PREFETCHES, READY
 from tests.checkpoints import packed_model
 from tests.engine.conversations import SHAPE, open_engine, say
 from tests.engine.troubled_copies import Troubled, deadly, late, lost, swapped
@@ -35,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def plain(packed: Path, device: str) -> list[int | None]:
     engine = open_engine(packed, device, prefetch="off")
     tokens, stats = say(engine)
-    assert stats.prefetched_bytes == 0 and engine.prefetch is None
+    assert stats.total.prefetched_bytes == 0 and engine.prefetch is None
     engine.close()
     return tokens
 
@@ -61,7 +62,7 @@ def test_the_same_tokens_whatever_the_thread_does(
     for _ in range(2):
         tokens, stats = say(engine)
         assert tokens == plain
-        prefetched_bytes += stats.prefetched_bytes
+        prefetched_bytes += stats.total.prefetched_bytes
     assert prefetched_bytes > 0 or trouble in (late, lost, deadly)
     assert bool(engine.fallbacks) == (trouble is deadly)
     if trouble is deadly:
@@ -79,7 +80,7 @@ def test_wrong_names_cost_bytes_and_nothing_else(
     named = torch.rand(7, 6, 4, 12, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
     engine.prefetch.predicted = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, named).named
     tokens, stats = say(engine)
-    assert tokens == plain and stats.prefetched_bytes > 0
+    assert tokens == plain and stats.total.prefetched_bytes > 0
     engine.close()
 
 
@@ -93,7 +94,7 @@ def test_wrong_expectations_cost_bytes_and_nothing_else(
     routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, nobody, expected)
     engine.prefetch.predicted, engine.prefetch.step_forecast = routing.named, routing.step_forecast
     tokens, stats = say(engine)
-    assert tokens == plain and stats.prefetched_bytes > 0
+    assert tokens == plain and stats.total.prefetched_bytes > 0
     engine.close()
 
 
@@ -124,7 +125,7 @@ def test_prefetch_turns_misses_into_hits(packed: Path, device: str) -> None:
             accuracy = engine.prefetch.accuracy()
         engine.close()
     off, on = counts
-    assert on.prefetch_hits + on.decode.prefetches_late > 0
+    assert on.decode.prefetch_hits + on.decode.prefetches_late > 0
     assert on.decode.fetched_bytes < off.decode.fetched_bytes
     assert on.decode.prefetches_dropped == 0
     for missing, named, right in accuracy:
@@ -172,11 +173,12 @@ def test_the_busier_the_link_the_surer_a_use_must_be(packed: Path) -> None:
     prefetch = engine.prefetch
     assert prefetch is not None
     rules = prefetch.flights.rules
-    for _ in range(SETTLE):
-        prefetch.observe(StepCosts(0, 0, 9, 1.0, 60.0))
+    for _ in range(Lengths().settle):
+        prefetch.observe(StepStats("decode", 1, misses=9, stall_s=1.0, step_s=60.0))
     for stall_s, layer_s, share in ((9e-3, 1e-3, 0.6), (0.0, 1e-3, LEAST_USE), (0.2, 0.1, 0.25)):
         for _ in range(20 * TUNE_EVERY):
-            prefetch.observe(StepCosts(0, 0, 9, stall_s, stall_s + 6 * layer_s))
+            step_s = stall_s + 6 * layer_s
+            prefetch.observe(StepStats("decode", 1, misses=9, stall_s=stall_s, step_s=step_s))
         assert int(rules[LAYER_NS]) == pytest.approx(1e9 * layer_s, rel=1e-3)
         assert int(rules[LEAST]) == pytest.approx(share * CERTAIN, rel=1e-3)
     engine.close()
@@ -190,33 +192,33 @@ def test_the_same_tokens_with_prefetch_now_and_then(
     engine = open_engine(packed, device)
     prefetch = engine.prefetch
     assert prefetch is not None
-    prefetch.switch = Alternating(0.0)
-    assert say(engine)[1].decode.rested_tokens == 0  # it is held
-    prefetch._is_held = False
+    assert say(engine)[1].decode.prefetch_rested_tokens == 0  # it is held
+    prefetch.switch = Alternating(lambda on, off: PrefetchVerdict.of(on, off, 0.0))
     asked = []
     for _ in range(3):
         tokens, stats = say(engine)
         assert tokens == plain
-        assert 0 < stats.decode.rested_tokens < stats.decode.num_tokens
-        asked.append(engine.pool.counters().prefetches)
+        assert 0 < stats.decode.prefetch_rested_tokens < stats.decode.num_tokens
+        asked.append(engine.pool.counters()[PREFETCHES])
         state = engine.pool.state
         ready = (state.state == READY).nonzero().flatten()
         assert torch.equal(state.slot_of[state.owner[ready].long()].long(), ready)
     assert 0 < asked[0] < asked[1] < asked[2]
-    prefetch.switch.is_on = prefetch.switch.rests = False
-    prefetch.switch._left = 10**6
+    prefetch.switch = Switch(lambda on, off: PrefetchVerdict.of(on, off, 0.0))
+    prefetch.switch.is_on, prefetch.switch._left = False, 10**6
     say(engine)
-    before = engine.pool.counters().prefetches
-    assert say(engine)[0] == plain and engine.pool.counters().prefetches == before
+    before = engine.pool.counters()[PREFETCHES]
+    assert say(engine)[0] == plain and engine.pool.counters()[PREFETCHES] == before
     assert prefetch.status == "comparing" and engine.fallbacks == []
     engine.close()
 
 
-class Alternating(KillSwitch):
+class Alternating(Switch[PrefetchVerdict]):
     """Changes its mind every five steps."""
 
-    def observe(self, step: StepCosts) -> bool:
-        self._left -= 1
-        if self._left % 5 == 0 and self._left < 1000:
-            self.is_on = not self.is_on
+    seen = 0
+
+    def observe(self, step: StepStats, regime: str = "on") -> bool:
+        self.seen += 1
+        self.is_on = self.seen % 10 < 5
         return self.is_on

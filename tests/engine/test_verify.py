@@ -59,7 +59,7 @@ def find_target(packed: Path) -> Target:
     def note(layer: int, ids: torch.Tensor, weights: torch.Tensor) -> None:
         used[-1] |= {layer * engine.config.num_experts + int(i) for i in ids.flatten()}
 
-    engine._forward._experts.observer = note
+    engine._context.observer = note
     for _ in engine.generate(PROMPT, GREEDY, max_tokens=LENGTH):
         used.append(set())
     engine.close()
@@ -146,7 +146,7 @@ def test_an_intact_pool_gives_the_same_text_in_silence(packed: Path, device: str
             turn.add(step)
             text.append(step.token_id)
         assert turn.decode.misses > 300
-        answers.append((text, turn.hits, turn.misses))
+        answers.append((text, turn.total.hits, turn.total.misses))
         engine.close()
     assert answers[0] == answers[1]
 

@@ -46,7 +46,7 @@ def test_behaves_like_an_lru_of_events(events: list[list[int]], num_slots: int) 
         assert len(resident) <= num_slots
         assert len(set(slots)) == len(wanted)
         assert [int(pool.slots[slot, 0]) for slot in slots] == wanted  # the right bytes
-    assert pool.counters()[:2] == (hits, misses)
+    assert pool.counters()[:2] == [hits, misses]
 
 
 def test_tags_count_assignments_and_outlive_a_reset() -> None:

@@ -1,4 +1,4 @@
-"""The prefetch thread, the switch, and the protocol against a model of it."""
+"""The prefetch thread, and the protocol against a model of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from seqmoe_cli.residency import prefetcher
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, HostCopier, Prefetcher
-from seqmoe_cli.residency.switch import COMPARE, REST, RUN, SETTLE, TRY, KillSwitch, StepCosts
 from seqmoe_kernels import (
     Ahead,
     Asking,
@@ -30,15 +28,18 @@ from seqmoe_kernels import (
     schedule_prefetches,
 )
 from seqmoe_kernels.state import (
+    DROPPED,
     EMPTY,
     FETCHING,
     HITS,
     IN_FLIGHT,
+    LANDED,
     LAYER_NS,
     MISSES,
     MOST_KEPT,
     NO_VICTIM,
     PER_LAYER,
+    PREFETCH_HITS,
     PREFETCHES,
     READY,
 )
@@ -183,7 +184,7 @@ def test_the_thread_brings_what_is_asked_for() -> None:
     until(lambda: thread.num_copied == 2)
     until(lambda: bool((small.pool.state.landed_tag == small.pool.state.assigned_tag).all()))
     assert small.event((3, 4), []).tolist() == [3, 4]
-    assert small.pool.counters()[:2] == (2, 2) and small.pool.counters().prefetch_hits == 2
+    assert small.pool.counters()[:2] == [2, 2] and small.pool.counters()[PREFETCH_HITS] == 2
     thread.close()
 
 
@@ -208,7 +209,7 @@ def test_the_thread_refuses_what_is_over() -> None:
     until(lambda: int((small.pool.state.landed_tag < 0).sum()) == 2)
     thread.close()
     small.event((0, 1), [])
-    assert thread.num_copied == 0 and small.pool.counters().prefetched == 0
+    assert thread.num_copied == 0 and small.pool.counters()[LANDED] == 0
     assert not (small.pool.state.state == FETCHING).any()
 
 
@@ -226,7 +227,7 @@ def test_a_dead_thread_is_told_and_misses_go_on() -> None:
     assert thread.failure == "RuntimeError: out of order"
     for _ in range(6):
         assert small.event((3, 4), [(0, 1), (1, 2)]).tolist() == [3, 4]
-    assert pool.counters().dropped == 2
+    assert pool.counters()[DROPPED] == 2
     thread.close()
 
 
@@ -258,68 +259,3 @@ def test_closing_ends_the_thread() -> None:
     thread = threaded(Small(10))
     thread.close()
     assert "prefetcher" not in [t.name for t in threading.enumerate()]
-
-
-def observed(switch: KillSwitch, step: StepCosts, count: int) -> bool:
-    """Whether prefetch is on after so many steps that count; it does not change before."""
-    before = switch.is_on
-    for _ in range(SETTLE):  # what the first steps take does not matter
-        assert switch.observe(replace(step, step_s=9.0)) is before
-    assert [switch.observe(step) for _ in range(count - 1)] == [before] * (count - 1)
-    return switch.observe(step)
-
-
-@pytest.mark.parametrize(
-    ("copies", "used", "stall_ms", "computing_ms", "pays"),
-    [
-        (8, 6, 0.5, 2.0, True),
-        (8, 6, 0.5, 2.6, False),  # what it saves is less than what its kernels take
-        (8, 6, 1.2, 2.0, False),  # copies slow the fetches down
-        (9, 2, 0.5, 2.0, False),  # too many bytes
-    ],
-)
-def test_the_switch_compares_with_and_without(
-    copies: int, used: int, stall_ms: float, computing_ms: float, pays: bool
-) -> None:
-    """Without prefetch a miss takes 0.1 ms and computing 2 ms; ten experts are absent in a step
-    that is tried, five in one that it is compared with."""
-    switch = KillSwitch(1.0)
-    took = StepCosts(copies, used, 10, stall_ms * 1e-3, (computing_ms + stall_ms) * 1e-3)
-    assert not observed(switch, took, TRY)
-    plain = StepCosts(0, 0, 5, 0.5e-3, 2.5e-3)
-    assert observed(switch, plain, COMPARE) is pays
-    assert switch.rests is not pays and switch.verdict is not None
-    assert switch.verdict.without_s == pytest.approx(TRY * 3e-3)
-    if pays:  # it goes on, and is compared again
-        assert not observed(switch, took, RUN)
-
-
-def test_rests_grow_until_a_try_pays() -> None:
-    switch = KillSwitch(1.0)
-    useless, plain = StepCosts(8, 0, 10, 1e-3, 3e-3), StepCosts(0, 0, 10, 1e-3, 3e-3)
-    for rest in (REST, 2 * REST, 4 * REST):
-        assert not observed(switch, useless, TRY)
-        assert not observed_at_rest(switch, plain, COMPARE)
-        assert observed_at_rest(switch, plain, rest, settled=True)
-    assert not observed(switch, StepCosts(8, 6, 10, 0.0, 2e-3), TRY)
-    assert observed_at_rest(switch, plain, COMPARE)
-    assert not observed(switch, useless, RUN)
-    assert not observed_at_rest(switch, plain, COMPARE)
-    assert observed_at_rest(switch, plain, REST, settled=True)
-
-
-def test_a_try_without_copies_does_not_pay() -> None:
-    """Whatever the clock says: nothing was saved, and its kernels cost something."""
-    switch = KillSwitch(1.0)
-    assert not observed(switch, StepCosts(0, 0, 10, 0.0, 1e-3), TRY)
-    assert not observed_at_rest(switch, StepCosts(0, 0, 10, 1e-3, 3e-3), COMPARE)
-    assert switch.rests and switch.verdict is not None
-    assert switch.verdict.saved > 0 and switch.verdict.copies_per_use is None
-
-
-def observed_at_rest(
-    switch: KillSwitch, step: StepCosts, count: int, settled: bool = False
-) -> bool:
-    """The same without prefetch; `settled`: it was off before."""
-    assert not any(switch.observe(step) for _ in range(count - 1 + SETTLE * (not settled)))
-    return switch.observe(step)

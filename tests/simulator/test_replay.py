@@ -70,7 +70,7 @@ def test_lru_is_the_engines(num_slots: int) -> None:
         assert table.owner.tolist() == pool.state.owner.tolist()
         assert table.slot_of.tolist() == pool.state.slot_of.tolist()
         loads += len(loaded)
-    assert pool.counters()[:2] == (events.size - loads, loads)
+    assert pool.counters()[:2] == [events.size - loads, loads]
     assert loads == replay(trace, num_slots, lru).loads.sum()
 
 
