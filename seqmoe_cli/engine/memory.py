@@ -149,14 +149,16 @@ def plan_memory(
 
 
 def _wanted(options: EngineOptions, device: torch.device, has_predictor: bool) -> tuple[str, str]:
-    """Policy and prefetch for a pool of less than all experts, "auto" replaced."""
-    policy, prefetch = ("lru", "off") if device.type == "cpu" else ("decayed", "lookahead")
-    if device.type != "cpu" and has_predictor:
-        policy, prefetch = "forecast", "full"
-    return (
-        policy if options.policy == "auto" else options.policy,
-        prefetch if options.prefetch == "auto" else options.prefetch,
-    )
+    """Policy and prefetch for a pool of less than all experts, "auto" replaced. A forecast for
+    prefetches needs a policy that knows counts to compare with."""
+    policy, prefetch, on_gpu = options.policy, options.prefetch, device.type == "cuda"
+    if policy == "auto":
+        counts = "decayed" if on_gpu or prefetch == "full" else "lru"
+        policy = "forecast" if on_gpu and has_predictor else counts
+    if prefetch == "auto":
+        level = "full" if has_predictor and policy != "lru" else "lookahead"
+        prefetch = level if on_gpu else "off"
+    return policy, prefetch
 
 
 def _prefetch_by(wanted: str, device: torch.device) -> str:

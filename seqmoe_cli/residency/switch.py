@@ -124,7 +124,8 @@ class Switch(Generic[V]):
         self.rests = False  # given up for a while
         self.verdict: V | None = None  # the last one
         self._judge, self._lengths = judge, lengths or Lengths()
-        self._rest, self._regime = REST, ""
+        self._rest = REST
+        self._regime: str | None = None
         self._settling, self._left = self._lengths.settle, self._lengths.tried
         self._with = self._without = StepStats("decode")
 
@@ -140,7 +141,7 @@ class Switch(Generic[V]):
         which that one is comparing count for nothing."""
         if self.is_held or regime == "comparing":
             return self.is_on
-        if regime != self._regime and not self.rests:
+        if self._regime not in (None, regime) and not self.rests:
             self._turn(True, self._lengths.tried)
         self._regime = regime
         if self._settling:

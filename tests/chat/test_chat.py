@@ -87,7 +87,7 @@ def test_answers_and_the_lines_after_them(talk: Talk) -> None:
     assert second.startswith(talk.shown(1)) and "cold" not in second
     assert "\x1b" not in first + second
     reused = talk.chat.turns[1]
-    assert 0 < reused.prefilled_tokens < reused.prompt_tokens  # the first turn is in the KV state
+    assert 0 < reused.prefill.num_tokens < reused.prompt_tokens  # the first turn is in the KV state
     assert talk.chat.session.num_ctx == reused.prompt_tokens + 12
 
 

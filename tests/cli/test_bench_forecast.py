@@ -92,7 +92,7 @@ def test_prefetch_stays_on_whatever_the_switch_would_say(
             ["--predictor p", "--policy forecast"],
         ),
         (["--pool", "all", "--policy", "forecast", "--predictor", "p"], 1, ["smaller --pool"]),
-        (["--policy", "lru, fifo"], 2, ["--policy 'fifo'", "use lru, decayed or forecast"]),
+        (["--policy", "lru, fifo"], 2, ["--policy 'fifo'", "use auto, lru, decayed or forecast"]),
         (["--policy", "forecast", "--predictor", "nowhere"], 1, ["cannot read nowhere"]),
     ],
 )
