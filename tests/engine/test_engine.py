@@ -31,7 +31,8 @@ def engine(packed: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """On a CPU with each step when it is asked for, then with steps that run ahead of the host."""
     device = "cuda" if request.param == "cuda" else "cpu"
     engine = Engine.open(
-        packed, EngineOptions(PoolSize.parse("45%"), device, "float32", ctx_size=600)
+        packed,
+        EngineOptions(PoolSize.parse("45%"), device, "float32", 600, policy="lru", prefetch="off"),
     )
     if request.param == "ahead":
         assert isinstance(engine.decoding.issue, EagerSteps)

@@ -225,12 +225,12 @@ def test_victims_are_those_of_the_simulator(
         np.ones(steps, np.uint8), np.arange(steps, dtype=np.uint32),
     )  # fmt: skip
     attach(packed, kind)
-    missed, made = {}, []
+    missed, made, size = {}, [], PoolSize.parse("30%")
     compared = StepStats("decode")
     for policy in ("decayed", "forecast"):
         engine = Engine.open(
             packed,
-            EngineOptions(PoolSize.parse("30%"), device, "float32", 400, policy=policy),
+            EngineOptions(size, device, "float32", 400, policy=policy, prefetch="off"),
             eager=True,
         )
         engine.replay(
@@ -259,7 +259,8 @@ def test_victims_are_those_of_the_simulator(
 def test_a_graph_foresees_what_single_steps_do(packed: Path) -> None:
     """The same misses and the same forecasts, run after run."""
     attach(packed, "random")
-    options = EngineOptions(PoolSize.parse("30%"), "cuda", "float32", 400, policy="forecast")
+    size = PoolSize.parse("30%")
+    options = EngineOptions(size, "cuda", "float32", 400, policy="forecast", prefetch="off")
     found = []
     for eager in (True, False):
         engine = Engine.open(packed, options, eager=eager)

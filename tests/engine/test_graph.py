@@ -31,7 +31,8 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def open_engine(packed: Path, device: str, dtype: str, pool: str, eager: bool) -> Engine:
     """On a CPU there is no graph: what is not eager runs two steps ahead there."""
-    options = EngineOptions(PoolSize.parse(pool), device, dtype, ctx_size=400)
+    size = PoolSize.parse(pool)
+    options = EngineOptions(size, device, dtype, ctx_size=400, policy="lru", prefetch="off")
     engine = Engine.open(packed, options, eager=eager)
     if device == "cpu" and not eager:
         assert isinstance(engine.decoding.issue, EagerSteps)

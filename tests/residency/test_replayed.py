@@ -66,7 +66,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["cpu", "ahead", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(packed: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     device = "cuda" if request.param == "cuda" else "cpu"
-    options = EngineOptions(PoolSize.parse("7slots"), device, "float32", ctx_size=64)
+    size = PoolSize.parse("7slots")
+    options = EngineOptions(size, device, "float32", 64, policy="lru", prefetch="off")
     engine = Engine.open(packed, options)
     if request.param == "ahead":
         assert isinstance(engine.decoding.issue, EagerSteps)

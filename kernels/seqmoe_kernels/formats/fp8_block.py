@@ -120,7 +120,7 @@ def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl
     row, column = row + tl.arange(0, ROWS), column + tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (column < cols)[None, :]
     at = row[:, None].to(tl.int64) * cols + column[None, :]
-    code = tl.load(weight + at, mask=mask, other=0)
+    code = tl.load(weight + at, mask=mask, other=0.0)
     if code.dtype == tl.int8:
         return _decode_biased(code) * _UNBIAS * factor
     else:
