@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.agreement import COMPARED_TOKENS, Comparison, WatchedEngine, require
-from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.sampling import SamplingSettings
 from seqmoe_cli.chat.session import Message, Session, render
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.decoding import GraphSteps
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.terminal.console import make_console, printable
+from seqmoe_cli.text.files import shipped_text
+from seqmoe_cli.text.sampling import SamplingSettings
 from seqmoe_cli.text.tokenizer import Tokenizer
 
 KNOBS = {

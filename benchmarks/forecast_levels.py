@@ -24,8 +24,8 @@ from seqmoe_cli.bench.matrix import make_cases
 from seqmoe_cli.bench.recorded import RecordedRouting
 from seqmoe_cli.bench.session import Session
 from seqmoe_cli.bench.source import Loaded, packed_source, random_source
-from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.settings import EngineOptions, PoolSize
+from seqmoe_cli.text.files import shipped_text
 from seqmoe_weights.packed import PackedModel
 
 SHAPE, TRACE = "qwen3-30b-a3b-fp8", "qwen3"
@@ -198,15 +198,15 @@ def _rows(parts: list[Part]) -> Iterator[dict[str, Any]]:
                 context = source.loaded(session.setups[0].plan)
                 loaded[source.name] = stack.enter_context(context)
             for row in session.rows(loaded[source.name], lambda text: None):
-                moved = (row.bytes_fetched + row.bytes_prefetched) / row.n_gen
-                if row.setting.pool == "all":
-                    full_ts[part.name] = row.avg_ts  # the warm row is the last one
-                base = lru.setdefault((part.name, row.setting.pool), moved)
+                moved = (row["bytes_fetched"] + row["bytes_prefetched"]) / row["n_gen"]
+                if row["pool"] == "all":
+                    full_ts[part.name] = row["avg_ts"]  # the warm row is the last one
+                base = lru.setdefault((part.name, row["pool"]), moved)
                 yield {
                     "part": part.name,
                     "variant": part.variant,
-                    **{name: row.to_dict()[name] for name in KEPT},
-                    "share_of_full_load": row.avg_ts / full_ts[part.name],
+                    **{name: row[name] for name in KEPT},
+                    "share_of_full_load": row["avg_ts"] / full_ts[part.name],
                     "bytes_per_token": moved,
                     "bytes_of_lru": moved / base if base else None,
                 }

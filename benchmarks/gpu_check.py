@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "weights")]
 import torch  # noqa: E402
 
 from benchmarks import demo_text, forecast_levels, kernels, random_model  # noqa: E402
-from seqmoe_cli.bench.machine import Machine  # noqa: E402
+from seqmoe_cli.bench.machine import machine_facts  # noqa: E402
 
 PARTS = ("tests", "kernels", "demo", "full-size", "forecast")
 
@@ -90,16 +90,16 @@ def main() -> int:
         "full-size": random_model.bench,
         "forecast": lambda: forecast_levels.bench(args.demo, tuple(args.replay), keep, args.pools),
     }
-    machine = Machine.inspect("cuda")
-    commit = machine.build_commit
+    machine = machine_facts("cuda")
+    commit = machine.pop("build_commit")
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "command": "make gpu-check",
         "python": sys.version.split()[0],
-        **{key: value for key, value in vars(machine).items() if key != "build_commit"},
+        **machine,
     }
-    gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu_info.lower()).strip("-")
+    gpu = re.sub(r"[^a-z0-9]+", "-", machine["gpu_info"].lower()).strip("-")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{record['date']}-{gpu}-{commit[:9]}.json"
 

@@ -58,7 +58,7 @@ def bench(shape: str = SHAPE, device: str = "cuda") -> dict[str, Any]:
         for session in (plain, replayed, deep):
             prepare = fill if session is deep else None
             for row in session.rows(loaded, lambda text: None, prepare):
-                rows.append(row.to_dict())
+                rows.append(row)
                 print(_summary(rows[-1]), flush=True)
         texts = compare_texts(source, loaded, device)
         deep_step = profile_deep(source, loaded, device) if device == "cuda" else None

@@ -39,7 +39,7 @@ from benchmarks.agreement import (  # noqa: E402
     WatchedEngine,
 )
 from benchmarks.conversations import Conversations  # noqa: E402
-from seqmoe_cli.bench.machine import Machine  # noqa: E402
+from seqmoe_cli.bench.machine import machine_facts  # noqa: E402
 from seqmoe_cli.engine.decoding import EagerSteps  # noqa: E402
 from seqmoe_cli.engine.engine import Engine  # noqa: E402
 from seqmoe_cli.settings import EngineOptions, PoolSize  # noqa: E402
@@ -173,15 +173,14 @@ def main() -> int:
     )
     engine, reference = open_engines(args.model, options)
     talk = Conversations(args.model, engine, reference, args.seed)
-    machine = Machine.inspect(engine.device.type)
-    commit = machine.build_commit
+    machine = machine_facts(engine.device.type)
+    commit = machine.pop("build_commit")
     started = time.monotonic()
     result = soak(
         talk,
         lambda: (time.monotonic() - started) / 60 / args.minutes,
         lambda line: print(line, flush=True),
     )
-    facts = {key: value for key, value in vars(machine).items() if key != "build_commit"}
     bounds = {
         "growth": MOST_GROWTH._asdict(),
         "near_tie": NEAR_TIE,
@@ -193,7 +192,7 @@ def main() -> int:
         "commit": commit,
         "command": " ".join(("benchmarks/soak.py", *sys.argv[1:])),
         "python": sys.version.split()[0],
-        **facts,
+        **machine,
         "model": args.model.name,
         "decoding": type(engine.decoding.issue).__name__,
         "num_slots": engine.plan.num_slots,

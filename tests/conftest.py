@@ -6,13 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from seqmoe_cli.environment import prepare_torch
 from tests.shared_folders import made_once, name_of
+
+if TYPE_CHECKING:
+    from seqmoe_cli.text.tokenizer import Tokenizer
 
 prepare_torch()
 
@@ -105,3 +108,18 @@ def demo_model(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
         convert(demo_checkpoint, folder / "packed", "keep", False)
 
     return made_once(tmp_path_factory, "demo-packed", build) / "packed"
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny packed model that ends no answer by itself. Tests must not change it."""
+    from tests.chat.models import endless_model
+
+    return endless_model(tmp_path_factory.mktemp("endless"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(endless: Path) -> Tokenizer:
+    from seqmoe_cli.text.tokenizer import Tokenizer
+
+    return Tokenizer.open(endless)

@@ -6,38 +6,26 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from seqmoe_cli import __version__
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Names and versions; empty where there is no such thing."""
+def machine_facts(device_type: str) -> dict[str, str]:
+    """Names and versions, empty where there is no such thing; the GPU and its driver only when
+    `device_type` is cuda."""
+    import torch
 
-    cpu_info: str
-    gpu_info: str
-    driver: str
-    torch: str
-    triton: str
-    build_commit: str
-
-    @classmethod
-    def inspect(cls, device_type: str) -> Machine:
-        """Look around; the GPU and its driver only when `device_type` is cuda."""
-        import torch
-
-        on_gpu = device_type == "cuda"
-        return cls(
-            cpu_info=_cpu_name(),
-            gpu_info=torch.cuda.get_device_name() if on_gpu else "",
-            driver=driver_version() if on_gpu else "",
-            torch=torch.__version__,
-            triton=_version("triton"),
-            build_commit=build_commit(),
-        )
+    on_gpu = device_type == "cuda"
+    return {
+        "cpu_info": _cpu_name(),
+        "gpu_info": torch.cuda.get_device_name() if on_gpu else "",
+        "driver": driver_version() if on_gpu else "",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "build_commit": build_commit(),
+    }
 
 
 def build_commit() -> str:

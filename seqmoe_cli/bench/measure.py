@@ -21,82 +21,76 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How cases are run: `ids` is the text they read, `sampling` chooses the generated tokens.
+class Runs:
+    """How cases are run: `ids` is the text they read, `sampling` chooses the generated tokens; it
+    has a seed, so that all repetitions at all pool sizes time the same tokens. Without `warmup`
+    nothing runs untimed and there are no warm samples. `replayed`: in the place of the router."""
 
-    `sampling` has a seed, so that all repetitions at all pool sizes time the same tokens. Without
-    `warmup` nothing runs untimed and there are no warm samples.
-    """
-
+    engine: Engine
     ids: Sequence[int]
     sampling: SamplingParams
     repetitions: int
     warmup: bool
+    replayed: ReplayedRouting | None
 
+    def samples(self, case: Case, tell: Tell) -> Iterator[tuple[str, list[Sample]]]:
+        """The samples of a case, per state of the pool.
 
-def run_case(
-    engine: Engine, case: Case, plan: Plan, replayed: ReplayedRouting | None, tell: Tell
-) -> Iterator[tuple[str, list[Sample]]]:
-    """The samples of a case, per state of the pool.
+        Cold: the pool is emptied before each repetition. Warm: the pool holds what running the same
+        tokens has left in it. One untimed run, which also has kernels compiled and memory touched,
+        comes before both. A routing that is replayed starts from an empty pool, but where all
+        experts have a place it is run warm, which is the full load that other pools are compared
+        with.
+        """
+        if self.warmup:
+            tell(f"{case.name}: warm-up")
+            self._run(case, cold=False)
+        for state in self._states():
+            samples = []
+            for index in range(self.repetitions):
+                tell(f"{case.name} {state}: run {index + 1} of {self.repetitions}")
+                samples.append(self._run(case, cold=state == COLD))
+            yield state, samples
 
-    Cold: the pool is emptied before each repetition. Warm: the pool holds what running the same
-    tokens has left in it. One untimed run, which also has kernels compiled and memory touched,
-    comes before both. A routing that is replayed starts from an empty pool, but where all experts
-    have a place it is run warm, which is the full load that the other pools are compared with.
-    """
-    if plan.warmup:
-        tell(f"{case.name}: warm-up")
-        _run_once(engine, case, plan, replayed, cold=False)
-    for state in _states(engine, plan, replayed):
-        samples = []
-        for index in range(plan.repetitions):
-            tell(f"{case.name} {state}: run {index + 1} of {plan.repetitions}")
-            samples.append(_run_once(engine, case, plan, replayed, cold=state == COLD))
-        yield state, samples
+    def _states(self) -> tuple[str, ...]:
+        if not self.warmup:
+            return (COLD,)
+        if self.replayed is None:
+            return COLD, WARM
+        holds_all = self.engine.plan.num_slots == self.engine.config.num_routed_experts
+        return (WARM,) if holds_all else (COLD,)
 
+    def _run(self, case: Case, cold: bool) -> Sample:
+        """One run: the context up to the depth is put in place untimed, then the case is timed.
 
-def _states(engine: Engine, plan: Plan, replayed: ReplayedRouting | None) -> tuple[str, ...]:
-    if not plan.warmup:
-        return (COLD,)
-    if replayed is None:
-        return COLD, WARM
-    holds_all = engine.plan.num_slots == engine.config.num_routed_experts
-    return (WARM,) if holds_all else (COLD,)
+        A generated token is one step at the depth reached so far. The steps before the timed ones
+        begin with the token of the text behind the depth, which is evaluated as a prompt.
+        """
+        self._go_to_depth(list(self.ids[: case.depth]))
+        if cold:
+            self.engine.reset_pool()
+        if self.replayed is not None:
+            self.replayed.rewind()
+        prompt = list(self.ids[: case.text_tokens])
+        length = case.num_untimed + case.num_gen if case.num_gen else 1
+        total = StepStats("decode")
+        start = time.perf_counter_ns()
+        steps = self.engine.generate(prompt, self.sampling, max_tokens=length, stop_ids=())
+        for number, step in enumerate(steps, 1):
+            if number > case.num_untimed:
+                total += step.stats
+            elif number == case.num_untimed:
+                start = time.perf_counter_ns()
+        elapsed = time.perf_counter_ns() - start
+        if total.num_tokens != case.num_timed:
+            raise AssertionError(f"{case.name} put {total.num_tokens} tokens through the model")
+        return Sample(elapsed, total)
 
-
-def _run_once(
-    engine: Engine, case: Case, plan: Plan, replayed: ReplayedRouting | None, cold: bool
-) -> Sample:
-    """One run: the context up to the depth is put in place untimed, then the case is timed.
-
-    A generated token is one step at the depth reached so far. The steps before the timed ones begin
-    with the token of the text behind the depth, which is evaluated as a prompt.
-    """
-    _go_to_depth(engine, list(plan.ids[: case.depth]))
-    if cold:
-        engine.reset_pool()
-    if replayed is not None:
-        replayed.rewind()
-    prompt = list(plan.ids[: case.text_tokens])
-    length = case.num_untimed + case.num_gen if case.num_gen else 1
-    total = StepStats("decode")
-    start = time.perf_counter_ns()
-    steps = engine.generate(prompt, plan.sampling, max_tokens=length, stop_ids=())
-    for number, step in enumerate(steps, 1):
-        if number > case.num_untimed:
-            total += step.stats
-        elif number == case.num_untimed:
-            start = time.perf_counter_ns()
-    elapsed = time.perf_counter_ns() - start
-    if total.num_tokens != case.num_timed:
-        raise AssertionError(f"{case.name} put {total.num_tokens} tokens through the model")
-    return Sample(elapsed, total)
-
-
-def _go_to_depth(engine: Engine, ids: list[int]) -> None:
-    """Make the KV state hold exactly `ids`; what of them it already holds is reused."""
-    if not ids:
-        engine.reset_kv()
-        return
-    for _ in engine.generate(ids, SamplingParams(temperature=0), max_tokens=1, stop_ids=()):
-        pass
+    def _go_to_depth(self, ids: list[int]) -> None:
+        """Make the KV state hold exactly `ids`; what of them it already holds is reused."""
+        if not ids:
+            self.engine.reset_kv()
+            return
+        greedy = SamplingParams(temperature=0)
+        for _ in self.engine.generate(ids, greedy, max_tokens=1, stop_ids=()):
+            pass

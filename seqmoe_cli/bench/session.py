@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from seqmoe_cli.bench.blurred import FORECAST
 from seqmoe_cli.bench.inventory import count_params
-from seqmoe_cli.bench.machine import Machine
+from seqmoe_cli.bench.machine import machine_facts
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.bench.measure import WARM, Plan, Tell, run_case
+from seqmoe_cli.bench.measure import WARM, Runs, Tell
 from seqmoe_cli.bench.recorded import RecordedRouting
-from seqmoe_cli.bench.rows import Row, Setting, make_row, mean_rate, mean_step_s, pool_name
+from seqmoe_cli.bench.rows import Measured, pool_name
 from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.forecaster import predictor_for
-from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, gib, plan_memory
+from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, plan_memory
 from seqmoe_cli.errors import PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.forecast.stored import StoredPredictor
+from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
+from seqmoe_cli.terminal.table import Row
+from seqmoe_weights.files import readable_size
 from seqmoe_weights.memory import available_host_bytes
 
 
@@ -46,13 +50,22 @@ class Setup:
 
 
 @dataclass
-class _Known:
-    """Of the rows so far, what later ones are compared with: by case, tokens per second with all
-    experts in the pool and none missing; by pool, policy, case and state, the time of a step
-    without prefetch."""
+class _Beside:
+    """What later rows are compared with: by case, tokens per second with all experts in the pool
+    and none missing; by pool, policy, case and state, the time of a step without prefetch."""
 
     full_ts: dict[str, float] = field(default_factory=dict)
     plain_step_s: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
+
+    def row(self, done: Measured, setting: Row, setup: Setup) -> dict[str, Any]:
+        name = done.case.name
+        way = (setup.options.pool.text, setup.plan.policy, name, done.state)
+        if not setup.plan.has_victims and done.state == WARM:
+            self.full_ts[name] = done.mean_rate
+        if done.accuracy is None:
+            self.plain_step_s[way] = done.mean_step_s
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return done.row(setting, now, self.full_ts.get(name), self.plain_step_s.get(way))
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ class Session:
     source: Source
     cases: Sequence[Case]
     setups: Sequence[Setup]
-    plan: Plan
+    repetitions: int
+    warmup: bool
     routing: RecordedRouting | None
 
     @classmethod
@@ -102,20 +116,19 @@ class Session:
                 "--predictor would not be used: the pools hold all experts", "give a smaller --pool"
             )
         ordered = sorted(setups.values(), key=lambda setup: setup.plan.has_victims)
-        runs = Plan(source.ids, source.sampling, repetitions, warmup)
-        return cls(source, cases, ordered, runs, routing)
+        return cls(source, cases, ordered, repetitions, warmup, routing)
 
     @property
-    def coming(self) -> dict[str, list[str]]:
-        """What `markdown` wants to know before the rows come."""
+    def known(self) -> dict[str, list[str]]:
+        """What is known of the table before the rows come, see `markdown`."""
         ways = [(s.options.pool.text, s.plan.policy, s.plan.prefetch) for s in self.setups]
         return {"pool": [pool_name(*way) for way in ways], "test": [c.name for c in self.cases]}
 
     def rows(
         self, loaded: Loaded, tell: Tell, prepare: Callable[[Engine], None] | None = None
-    ) -> Iterator[Row]:
+    ) -> Iterator[dict[str, Any]]:
         """Measure pool size by pool size; rows as they come. `prepare` gets each engine first."""
-        known = _Known()
+        beside = _Beside()
         for setup in self.setups:
             options, stored = setup.options, setup.predictor
             with opened(
@@ -127,100 +140,81 @@ class Session:
             ) as engine:
                 if prepare is not None:
                     prepare(engine)
-                yield from self._rows_of_setup(engine, loaded, setup, known, tell)
+                replayed = self._make_ready(engine, setup)
+                setting = self._describe(engine, loaded, setup)
+                for done in self._measure(engine, replayed, setup, tell):
+                    yield beside.row(done, setting, setup)
             del engine  # its pool must be free before the next one is made
 
-    def _rows_of_setup(
-        self,
-        engine: Engine,
-        loaded: Loaded,
-        setup: Setup,
-        known: _Known,
-        tell: Tell,
-    ) -> Iterator[Row]:
-        engine.hold()  # a row shows what policy and prefetch do, not when they are turned off
-        replayed = None
-        if self.routing is not None:
-            slots = 0 if engine.prefetch is None else engine.plan.num_slots
-            replayed = self.routing.replayed(engine.device, slots, setup.simulates)
-            engine.replay(replayed)
-        setting = self._describe(engine, loaded, setup)
-        pool, holds_all = setup.options.pool, not setup.plan.has_victims
-        num_kernels = None
+    def _make_ready(self, engine: Engine, setup: Setup) -> ReplayedRouting | None:
+        """Rows show what prefetch and a policy do, not when they are turned off."""
+        engine.hold()
+        if self.routing is None:
+            return None
+        slots = 0 if engine.prefetch is None else engine.plan.num_slots
+        replayed = self.routing.replayed(engine.device, slots, setup.simulates)
+        engine.replay(replayed)
+        return replayed
+
+    def _measure(
+        self, engine: Engine, replayed: ReplayedRouting | None, setup: Setup, tell: Tell
+    ) -> Iterator[Measured]:
+        source, num_kernels, pool = self.source, None, setup.options.pool.text
+        runs = Runs(
+            engine, source.ids, source.sampling, self.repetitions, self.warmup, replayed
+        )  # fmt: skip
         for case in self.cases:
-            for state, samples in run_case(
-                engine, case, self.plan, replayed, lambda text: tell(f"pool {pool.text}, {text}")
-            ):
-                if holds_all and state == WARM:
-                    known.full_ts[case.name] = mean_rate(samples)
-                beside = (pool.text, setup.plan.policy, case.name, state)
-                if engine.prefetch is None:
-                    known.plain_step_s[beside] = mean_step_s(samples)
+            for state, samples in runs.samples(case, lambda text: tell(f"pool {pool}, {text}")):
                 if case.num_gen and num_kernels is None:
                     num_kernels = kernels_per_token(engine)
-                yield make_row(
-                    setting,
-                    case,
-                    state,
-                    datetime.now(UTC).isoformat(timespec="seconds"),
-                    samples,
-                    full_ts=known.full_ts.get(case.name),
-                    bytes_read=self._bytes_read(engine, case),
-                    num_kernels=num_kernels,
-                    accuracy=None if engine.prefetch is None else engine.prefetch.accuracy(),
-                    plain_step_s=known.plain_step_s.get(beside),
+                bytes_read = bytes_read_per_token(
+                    source.config, source.layout, engine.dtype, case.mean_context
                 )
+                accuracy = None if engine.prefetch is None else engine.prefetch.accuracy()
+                yield Measured(case, state, samples, bytes_read, num_kernels, accuracy)
 
-    def _look_ahead(self, engine: Engine) -> str:
-        if engine.prefetch is None:
-            return ""
-        return "routers" if self.routing is None else "simulated"
-
-    def _bytes_read(self, engine: Engine, case: Case) -> int:
-        source = self.source
-        return bytes_read_per_token(source.config, source.layout, engine.dtype, case.mean_context)
-
-    def _describe(self, engine: Engine, loaded: Loaded, setup: Setup) -> Setting:
+    def _describe(self, engine: Engine, loaded: Loaded, setup: Setup) -> dict[str, Any]:
         """What all rows of an opened engine share."""
         source, ceilings, options = self.source, loaded.ceilings, setup.options
-        config = source.config
+        config, plan = source.config, engine.plan
         kind = f"{config.family} {source.layout['gate'].dtype}"
-        return Setting(
-            model_filename=source.name,
-            model_type=f"{kind}, random weights" if source.weights == RANDOM else kind,
-            weights=source.weights,
-            model_size=source.num_bytes,
-            model_n_params=count_params(config).total,
-            n_expert=config.num_experts,
-            n_expert_used=config.num_experts_per_tok,
-            trace=self.routing.name if self.routing else "",
-            device=engine.device.type,
-            dtype=str(engine.dtype).removeprefix("torch."),
-            pool=options.pool.text,
-            pool_bytes=engine.plan.pool_bytes,
-            num_slots=engine.plan.num_slots,
-            pool_share=engine.plan.num_slots / config.num_routed_experts,
-            n_ctx=engine.ctx_size,
-            verify=options.verify,
-            policy=engine.plan.policy,
-            prefetch=engine.plan.prefetch,
-            prefetch_by=engine.plan.prefetch_by if engine.prefetch else "",
-            predictor=_described(setup),
-            look_ahead=self._look_ahead(engine),
-            sampling=_sampling_text(self.plan.sampling),
-            prompt_source=source.text,
-            copy_gb_per_s=ceilings.copy_gb_per_s if ceilings else None,
-            link_gb_per_s=ceilings.link_gb_per_s if ceilings else None,
-            fallbacks=engine.fallbacks,
-            **asdict(Machine.inspect(engine.device.type)),
-        )
+        look_ahead = "routers" if self.routing is None else "simulated"
+        return {
+            "model_filename": source.name,
+            "model_type": f"{kind}, random weights" if source.weights == RANDOM else kind,
+            "weights": source.weights,
+            "model_size": source.num_bytes,
+            "model_n_params": count_params(config).total,
+            "n_expert": config.num_experts,
+            "n_expert_used": config.num_experts_per_tok,
+            "trace": self.routing.name if self.routing else "",
+            "device": engine.device.type,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "pool": options.pool.text,
+            "pool_bytes": plan.pool_bytes,
+            "num_slots": plan.num_slots,
+            "pool_share": plan.num_slots / config.num_routed_experts,
+            "n_ctx": engine.ctx_size,
+            "verify": options.verify,
+            "policy": plan.policy,
+            "prefetch": plan.prefetch,
+            "prefetch_by": plan.prefetch_by if engine.prefetch else "",
+            "look_ahead": look_ahead if engine.prefetch else "",
+            "predictor": _described(setup),
+            "sampling": _sampling_text(source.sampling),
+            "prompt_source": source.text,
+            **machine_facts(engine.device.type),
+            "copy_gb_per_s": ceilings.copy_gb_per_s if ceilings else None,
+            "link_gb_per_s": ceilings.link_gb_per_s if ceilings else None,
+            "fallbacks": engine.fallbacks,
+        }
 
 
 def _is_simulated(source: Source, options: EngineOptions, routing: RecordedRouting | None) -> bool:
     """A trace over random weights, which have no predictor, foretells itself; the prefetch can live
     on that, but no policy."""
-    nobody = source.folder is None and options.predictor is None
-    return nobody and routing is not None and options.policy != "forecast"
+    has_none = source.folder is None and options.predictor is None
+    return has_none and routing is not None and options.policy != "forecast"
 
 
 def _predictor(
@@ -269,8 +263,8 @@ def _check_host_memory(source: Source) -> None:
     available = available_host_bytes()
     if needed + HOST_MARGIN_BYTES > available:
         raise ResourceError(
-            f"{source.name}: all experts take {gib(needed)} of host RAM, beside a margin of "
-            f"{gib(HOST_MARGIN_BYTES)}; {gib(available)} are available",
+            f"{source.name}: all experts take {readable_size(needed)} of host RAM, beside a margin "
+            f"of {readable_size(HOST_MARGIN_BYTES)}; {readable_size(available)} are available",
             "close other programs, or measure something smaller",
         )
 

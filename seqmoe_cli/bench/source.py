@@ -15,11 +15,11 @@ import torch
 from seqmoe_cli.bench.ceilings import Ceilings
 from seqmoe_cli.bench.random_weights import random_store, random_tensors
 from seqmoe_cli.bench.shapes import find_shape
-from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.engine.engine import Engine, LoadProgress
 from seqmoe_cli.engine.memory import MemoryPlan
 from seqmoe_cli.forecast.predictor import Predictor
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.layout import RecordLayout

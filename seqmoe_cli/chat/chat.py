@@ -15,12 +15,12 @@ from rich.console import Console
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.sampling import SamplingSettings
 from seqmoe_cli.chat.session import Exchange, Prompt, Session
 from seqmoe_cli.chat.stream import AnswerView
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PoolError, SeqmoeError
 from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.sampling import SamplingSettings
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from seqmoe_cli.chat.sampling import Setting
+from seqmoe_cli.text.sampling import Setting
 
 
 @dataclass

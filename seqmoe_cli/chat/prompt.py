@@ -5,15 +5,13 @@ Everything is read and checked before the model is loaded. Knows no model.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from seqmoe_cli.chat.session import Message
 from seqmoe_cli.errors import PromptError, UsageError, either
+from seqmoe_cli.text.files import STDIN, check_text, parse_json, read_text
 
-STDIN = "-"
 ROLES = ("system", "user", "assistant")
 _MESSAGES_HINT = 'use [{"role": "user", "content": "..."}]'
 
@@ -112,46 +110,13 @@ def _nonempty(flag: str, file: str) -> str:
     return text
 
 
-def read_text(label: str, file: str) -> str:
-    """A UTF-8 file, or standard input for `-`, byte for byte; `label` is the flag in messages."""
-    name = label if file == STDIN and not label.startswith("-") else f"{label} {file}"
-    try:
-        if file != STDIN:
-            data = Path(file).read_bytes()
-        else:
-            data = sys.stdin.buffer.read() if sys.stdin is not None else b""
-    except OSError as error:
-        raise PromptError(f"{name} cannot be read: {error.strerror}", "check the path") from error
-    except ValueError as error:  # a NUL in the name
-        raise PromptError(f"{name!r} cannot be read: {error}", "check the path") from error
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{name} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}",
-            "convert it to UTF-8",
-        ) from error
-
-
-def check_text(label: str, text: str, hint: str = "set a UTF-8 locale") -> str:
-    """`text` of the command line or of JSON; raises `PromptError` when UTF-8 cannot hold it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(f"{label} is not UTF-8 text", hint) from error
-    return text
-
-
 def read_messages(file: str) -> list[Message]:
     """A conversation: a JSON list of objects with `role` and `content`, the last one a user's.
 
     Raises `PromptError` naming the file and the message.
     """
     name = f"--messages {file}"
-    try:
-        value = json.loads(read_text("--messages", file))
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{name} is not JSON: {error}", _MESSAGES_HINT) from error
+    value = parse_json(name, read_text("--messages", file), _MESSAGES_HINT)
     return check_messages(name, value)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seqmoe_cli.chat.prompt import check_messages, check_text, read_text
+from seqmoe_cli.chat.prompt import check_messages
 from seqmoe_cli.chat.session import Message
 from seqmoe_cli.errors import PromptError
+from seqmoe_cli.text.files import check_text, parse_json, read_text
 
 _HINT = 'use ["a text", ["first turn", "second turn"], [{"role": "user", "content": "..."}]]'
 
@@ -32,23 +32,20 @@ def read_prompts(flag: str, file: str) -> list[Conversation]:
     name = f"{flag} {file}"
     text = read_text(flag, file)
     if file.endswith(".jsonl"):
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        values = [(f"{name}: line {n}", _parse(f"{name}: line {n}", line)) for n, line in lines]
+        lines = [
+            (f"{name}: line {n}", line)
+            for n, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+        ]
+        values = [(label, parse_json(label, line, _HINT)) for label, line in lines]
     else:
-        whole = _parse(name, text)
+        whole = parse_json(name, text, _HINT)
         if not isinstance(whole, list):
             raise PromptError(f"{name} is not a list of prompts", _HINT)
         values = [(f"{name}: prompt {n}", value) for n, value in enumerate(whole, 1)]
     if not values:
         raise PromptError(f"{name} holds no prompt", _HINT)
     return [_conversation(label, value) for label, value in values]
-
-
-def _parse(label: str, text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{label} is not JSON: {error}", _HINT) from error
 
 
 def _conversation(label: str, value: object) -> Conversation:

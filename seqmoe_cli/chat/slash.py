@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.sampling import KNOBS, Setting
-from seqmoe_cli.chat.status import eviction_line, figure, size, worth_line
+from seqmoe_cli.chat.status import eviction_line, figure, worth_line
 from seqmoe_cli.chat.template import THINK_CHOICES
 from seqmoe_cli.engine.stats import FIGURES, TurnStats
 from seqmoe_cli.errors import SeqmoeError, UsageError, either
 from seqmoe_cli.settings import check_range
+from seqmoe_cli.text.sampling import KNOBS, Setting
+from seqmoe_weights.files import readable_size as size
 
 MAX_PREDICT = 10_000_000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from seqmoe_cli.engine.stats import BY_KEY, TurnStats
+from seqmoe_weights.files import readable_size as size
 
 SEPARATOR = " | "
 
@@ -127,12 +128,6 @@ def fit(fields: Sequence[str], width: int) -> str:
         if len(line) <= width:
             return line
     return fields[0][: max(0, width)]
-
-
-def size(num_bytes: float) -> str:
-    """A size in memory: GiB, or MiB when it is small."""
-    gib = num_bytes / 2**30
-    return f"{gib:,.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def rate(bytes_per_s: float) -> str:

@@ -20,11 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from seqmoe_cli.chat.thinking import OPEN_TAG
 from seqmoe_cli.errors import CheckpointError, PromptError
-from seqmoe_cli.text.tokenizer import read_json_object
+from seqmoe_cli.text.files import COPY_HINT, read_json_object
 
 THINK_CHOICES = ("auto", "on", "off")
 _TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-_COPY_HINT = "copy it again from the original checkpoint"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -41,7 +40,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{where}: the chat template is malformed at line {error.lineno}: {error.message}",
-                _COPY_HINT,
+                COPY_HINT,
             ) from error
 
     @classmethod
@@ -93,7 +92,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", _COPY_HINT) from error
+        raise CheckpointError(f"{path} cannot be read: {error}", COPY_HINT) from error
 
 
 def _template_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -110,7 +109,7 @@ def _template_of(config: Mapping[str, Any], folder: Path) -> str:
     if not isinstance(value, str):
         raise CheckpointError(
             f"{folder / _CONFIG_FILE}: chat_template holds no text and no default template",
-            _COPY_HINT,
+            COPY_HINT,
         )
     return value
 

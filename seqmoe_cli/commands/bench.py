@@ -21,19 +21,17 @@ from seqmoe_cli.commands.options import (
     engine_options,
     find_model,
     flag,
-    load_progress,
 )
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import POLICIES, PREFETCHES, check_range
-from seqmoe_cli.terminal.progress import status_line
+from seqmoe_cli.terminal.progress import progress_bars, status_line
+from seqmoe_cli.terminal.table import FORMAT_NAMES, PLAIN
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.matrix import Case
     from seqmoe_cli.bench.recorded import RecordedRouting
     from seqmoe_cli.bench.session import Session
     from seqmoe_cli.bench.source import Source
-
-FORMAT_NAMES = ("md", "csv", "json", "jsonl")
 
 
 def _list_option(*names: str, help: str) -> Any:
@@ -223,8 +221,7 @@ def _routing_and_cases(
 
 def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> Source:
     from seqmoe_cli.bench.source import packed_source, random_source
-    from seqmoe_cli.bench.text import shipped_text
-    from seqmoe_cli.chat.prompt import read_text
+    from seqmoe_cli.text.files import read_text, shipped_text
 
     if shape is not None:
         return random_source(shape)
@@ -237,16 +234,15 @@ def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> S
 def _run(session: Session, output: str) -> None:
     """Load the weights, then print rows as they come."""
     from contextlib import ExitStack
-    from functools import partial
 
-    from seqmoe_cli.bench.output import FORMATS, markdown
+    from seqmoe_cli.bench.output import report
 
-    plan = session.setups[0].plan
-    lines = partial(markdown, coming=session.coming) if output == "md" else FORMATS[output]
     with ExitStack() as stack:
-        with load_progress() as progress:
-            loaded = stack.enter_context(session.source.loaded(plan, progress))
+        with progress_bars() as progress:
+            loaded = stack.enter_context(session.source.loaded(session.setups[0].plan, progress))
         tell = stack.enter_context(status_line())
-        for line in lines(session.rows(loaded, tell)):
+        rows = session.rows(loaded, tell)
+        lines = report(rows, session.known) if output == "md" else PLAIN[output](rows)
+        for line in lines:
             tell.clear()
             print(line, flush=True)

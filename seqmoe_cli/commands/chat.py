@@ -13,16 +13,17 @@ from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
-from seqmoe_cli.terminal.console import is_terminal, make_console
+from seqmoe_cli.terminal.console import make_console
+from seqmoe_cli.terminal.progress import note
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from seqmoe_cli.chat.options import ChatOptions
     from seqmoe_cli.chat.prompt import Question
-    from seqmoe_cli.chat.sampling import Value
     from seqmoe_cli.chat.session import Prompt
     from seqmoe_cli.engine.engine import Engine
+    from seqmoe_cli.text.sampling import Value
 
 
 _Text = str | None
@@ -94,7 +95,7 @@ def chat(
     Sampling settings that are not given come from the model's generation_config.json.
     """
     from seqmoe_cli.chat.prompt import Sources, read_question
-    from seqmoe_cli.chat.sampling import check_flags
+    from seqmoe_cli.text.sampling import check_flags
 
     sampling: dict[str, Value] = {
         "temp": temp,
@@ -133,8 +134,8 @@ def chat(
 def _behaviour(predict: int | None, think: str, hide_thinking: bool, plain: bool) -> ChatOptions:
     """Check the flags of how a chat behaves; raises `UsageError`."""
     from seqmoe_cli.chat.options import ChatOptions
-    from seqmoe_cli.chat.sampling import Setting
     from seqmoe_cli.chat.template import THINK_CHOICES
+    from seqmoe_cli.text.sampling import Setting
 
     if predict is not None:
         check_range("--predict", predict, 1, options.MAX_TOKENS)
@@ -154,8 +155,8 @@ class _Launch:
         behaviour: ChatOptions,
         profile: bool,
     ) -> None:
-        from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
         from seqmoe_cli.forecast.profile import UseProfile
+        from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
         from seqmoe_cli.text.tokenizer import Tokenizer
         from seqmoe_weights.packed import PackedModel
 
@@ -182,9 +183,7 @@ class _Launch:
             self.model, prompt, params, self.behaviour, question.raw is not None, as_json
         )
         with self._opened_engine() as engine:
-            if is_terminal(sys.stderr):
-                for line in engine.fallbacks:
-                    print(line, file=sys.stderr)
+            note(*engine.fallbacks)
             code = answer_once(engine, self.tokenizer, request)
             self._learn(engine)
             return code

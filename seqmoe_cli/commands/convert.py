@@ -13,6 +13,7 @@ import typer
 from seqmoe_cli import paths
 from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PromptError
+from seqmoe_cli.terminal.progress import progress_bars
 
 if TYPE_CHECKING:
     from seqmoe_weights.convert import Conversion
@@ -83,8 +84,8 @@ def convert(
 def _check_chat(source: Path) -> None:
     """Refuse now what a chat would refuse later: tokenizer, sampling settings or chat template
     that cannot be used. A model without a template is no chat model, but can continue texts."""
-    from seqmoe_cli.chat.sampling import checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
+    from seqmoe_cli.text.sampling import checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
 
     Tokenizer.open(source)
@@ -112,9 +113,7 @@ def _describe(conversion: Conversion) -> None:
 
 
 def _run(conversion: Conversion) -> str:
-    with options.load_progress() as report:
-        if report is None:
-            return conversion.run()
+    with progress_bars() as report:
         return conversion.run(lambda done, total: report("converting", done, total))
 
 

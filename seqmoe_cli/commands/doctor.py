@@ -21,6 +21,7 @@ import typer
 
 from seqmoe_cli import paths
 from seqmoe_cli.bench.machine import driver_version
+from seqmoe_weights.files import readable_size as size
 from seqmoe_weights.memory import available_host_bytes
 
 GIB = 2**30
@@ -130,7 +131,7 @@ def _check_gpu() -> Iterator[Check]:
     yield Check(
         "gpu",
         "error" if old else "ok",
-        f"{properties.name}, {_size(total)} ({_size(free)} free), capability {capability}",
+        f"{properties.name}, {size(total)} ({size(free)} free), capability {capability}",
         "capability 8.0 or newer is needed; use --device cpu" if old else "",
         {"total_bytes": total, "free_bytes": free, "capability": capability},
     )
@@ -157,7 +158,7 @@ def _check_link() -> Iterator[Check]:
     yield Check(
         "link",
         "warning" if slow else "ok",
-        f"{gb_per_s:.1f} GB/s from pinned memory (median of 5 copies of {_size(LINK_BYTES)})",
+        f"{gb_per_s:.1f} GB/s from pinned memory (median of 5 copies of {size(LINK_BYTES)})",
         "slower than 16 lanes of PCIe 3: does the card have all its lanes?" if slow else "",
         {"gb_per_s": gb_per_s},
     )
@@ -170,8 +171,8 @@ def _check_ram() -> Iterator[Check]:
     yield Check(
         "ram",
         "warning" if small else "ok",
-        f"{_size(available)} available of {_size(total)}",
-        f"all experts of a model must fit; most need more than {_size(SMALL_RAM_BYTES)}"
+        f"{size(available)} available of {size(total)}",
+        f"all experts of a model must fit; most need more than {size(SMALL_RAM_BYTES)}"
         if small
         else "",
         {"total_bytes": total, "available_bytes": available},
@@ -186,12 +187,12 @@ def _check_pin_limit() -> Iterator[Check]:
     if limit == resource.RLIM_INFINITY:
         yield Check("pin limit", "ok", "none", numbers=numbers)
         return
-    value = f"{_size(limit)} (ulimit -l)"
+    value = f"{size(limit)} (ulimit -l)"
     if _has_cuda() and limit < LINK_BYTES:
         import torch
 
         torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-        value += f"; the driver pinned {_size(LINK_BYTES)} all the same"
+        value += f"; the driver pinned {size(LINK_BYTES)} all the same"
     yield Check("pin limit", "ok", value, numbers=numbers)
 
 
@@ -200,7 +201,7 @@ def _check_disk() -> Iterator[Check]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     numbers = {"free_bytes": free, "path": str(folder)}
-    value = f"{_size(free)} free for {folder}"
+    value = f"{size(free)} free for {folder}"
     if not os.access(existing, os.W_OK | os.X_OK):
         hint = f"{existing} is not writable: give DST to convert, or set SEQMOE_HOME"
         yield Check("disk", "error", value, hint, numbers)
@@ -209,13 +210,6 @@ def _check_disk() -> Iterator[Check]:
         yield Check("disk", "warning", value, hint, numbers)
     else:
         yield Check("disk", "ok", value, numbers=numbers)
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes for people."""
-    if num_bytes < GIB:
-        return f"{num_bytes / 2**20:,.0f} MiB"
-    return f"{num_bytes / GIB:,.1f} GiB"
 
 
 CHECKS = (

@@ -23,10 +23,10 @@ from seqmoe_cli.commands.options import (
     VramOption,
     engine_options,
     find_model,
-    load_progress,
 )
 from seqmoe_cli.errors import PackedModelError, PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.settings import EngineOptions
+from seqmoe_cli.terminal.progress import progress_bars
 
 if TYPE_CHECKING:
     from seqmoe_weights.packed import PackedModel
@@ -84,8 +84,8 @@ def info(
 
 
 def _verify(packed: PackedModel) -> None:
-    with load_progress() as report:
-        packed.verify(None if report is None else lambda done, total: report("check", done, total))
+    with progress_bars() as report:
+        packed.verify(lambda done, total: report("check", done, total))
 
 
 def model_facts(packed: PackedModel) -> Facts:
@@ -131,8 +131,8 @@ def model_facts(packed: PackedModel) -> Facts:
 
 def generation_facts(folder: Path) -> Facts:
     """Sampling settings with their origin, what ends an answer, and whether chat is possible."""
-    from seqmoe_cli.chat.sampling import KNOBS, SamplingSettings, checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
+    from seqmoe_cli.text.sampling import KNOBS, SamplingSettings, checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
 
     try:

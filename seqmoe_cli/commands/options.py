@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,7 @@ from seqmoe_cli.settings import (
     PoolSize,
     check_range,
 )
-from seqmoe_cli.terminal.console import is_terminal, make_console
+from seqmoe_cli.terminal.progress import progress_bars
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
@@ -224,38 +223,9 @@ def opened_engine(folder: Path, options: EngineOptions) -> Iterator[Engine]:
     """The engine of a packed model, with a bar on stderr while it loads; closed at the end."""
     from seqmoe_cli.engine.engine import Engine
 
-    with load_progress() as progress:
+    with progress_bars() as progress:
         engine = Engine.open(folder, options, progress)
     try:
         yield engine
     finally:
         engine.close()
-
-
-@contextmanager
-def load_progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A callback (stage, done bytes, total bytes) that draws one bar for each stage on stderr.
-
-    None when stderr is not a terminal: progress is for people, logs stay clean.
-    """
-    if not is_terminal(sys.stderr):
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
-    with Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=make_console(sys.stderr),
-        transient=True,
-        redirect_stdout=False,  # or a print to stdout would come out on stderr
-    ) as bars:
-        tasks = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield report

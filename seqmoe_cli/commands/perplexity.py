@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +22,7 @@ from seqmoe_cli.commands.options import (
     opened_engine,
 )
 from seqmoe_cli.errors import PromptError, UsageError
-from seqmoe_cli.terminal.console import is_terminal
-from seqmoe_cli.terminal.progress import status_line
+from seqmoe_cli.terminal.progress import note, status_line
 
 if TYPE_CHECKING:
     from seqmoe_cli.bench.perplexity import Score
@@ -58,7 +56,7 @@ def perplexity(
         pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size, verify=verify
     )
     from seqmoe_cli.bench.perplexity import score
-    from seqmoe_cli.chat.prompt import read_text
+    from seqmoe_cli.text.files import read_text
 
     text = read_text("--file", str(file))
     folder = find_model(model)
@@ -76,9 +74,7 @@ def perplexity(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return
-    if is_terminal(sys.stderr):
-        for fallback in facts["fallbacks"]:
-            print(fallback, file=sys.stderr)
+    note(*facts["fallbacks"])
     print(
         f"perplexity {result.perplexity:.4f}  nll {result.nll_per_token:.6f} per token  "
         f"{result.tokens:,} tokens predicted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +10,10 @@ import typer
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.settings import check_range
-from seqmoe_cli.terminal.console import is_terminal
-from seqmoe_cli.terminal.progress import status_line
+from seqmoe_cli.terminal.progress import note, status_line
 
 if TYPE_CHECKING:
-    from seqmoe_cli.chat.sampling import Value
+    from seqmoe_cli.text.sampling import Value
 
 
 def trace(
@@ -60,9 +58,9 @@ def trace(
     """
     from seqmoe_cli.chat.prompt_file import read_prompts
     from seqmoe_cli.chat.recording import Interview
-    from seqmoe_cli.chat.sampling import SamplingSettings, check_flags, checkpoint_settings
     from seqmoe_cli.chat.template import THINK_CHOICES, ChatTemplate
     from seqmoe_cli.forecast.recorder import TraceRecorder
+    from seqmoe_cli.text.sampling import SamplingSettings, check_flags, checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
     from seqmoe_weights.packed import PackedModel
 
@@ -108,9 +106,7 @@ def trace(
         weights_sha256=packed.weights_sha256,
     )
     with options.opened_engine(folder, settings) as engine:
-        if is_terminal(sys.stderr):
-            for line in engine.fallbacks:
-                print(line, file=sys.stderr)
+        note(*engine.fallbacks)
         with status_line() as tell:
             interview.record(engine, recorder, conversations, tell)
     num_bytes = recorder.trace().save(output)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +14,7 @@ from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
-from seqmoe_cli.terminal.console import is_terminal, make_console
-from seqmoe_cli.terminal.progress import status_line
+from seqmoe_cli.terminal.progress import progress_bars, status_line
 
 if TYPE_CHECKING:
     import torch
@@ -174,9 +171,9 @@ def _own_text(
 ) -> Trace:
     """What the model says to itself, recorded."""
     from seqmoe_cli.chat.own_text import OwnText
-    from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
     from seqmoe_cli.chat.template import ChatTemplate
     from seqmoe_cli.forecast.recorder import TraceRecorder
+    from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
 
     assert packed is not None
@@ -187,9 +184,11 @@ def _own_text(
     recorder = TraceRecorder(
         packed.name, packed.config, hidden_rank=hidden, weights_sha256=packed.weights_sha256
     )
-    with options.opened_engine(folder, settings) as engine, _bar("own text") as tell:
+    with options.opened_engine(folder, settings) as engine, progress_bars() as tell:
         text = OwnText(engine, template, tokenizer, sampling)
-        return text.trace(recorder, tokens, seed, lambda done: tell(done / tokens, f"{done:,}"))
+        return text.trace(
+            recorder, tokens, seed, lambda done: tell("own text", done, tokens, f"{done:,} tokens")
+        )
 
 
 def _new_predictor(
@@ -262,11 +261,11 @@ def _train(
                 embedding = packed.load_tensor("model.embed_tokens.weight").to(predictor.base)
             begin(predictor, learned, embedding)
     training = Training(predictor, learned, judged, plan, checkpoint)
-    with _bar("training") as tell:
+    with progress_bars() as tell:
 
         def told(now: Progress) -> None:
             text = f"pass {now.passes:.1f}, loss {now.loss:.4f}, held out {now.held_out_loss:.4f}"
-            tell(now.share, text)
+            tell("training", now.share, 1, text)
 
         training.run(told)
     round_weights(predictor)  # what is judged is what is stored
@@ -307,14 +306,14 @@ def _note_uses(packed: PackedModel, learned: Trace) -> None:
 
 
 def _facts_of_recall(found: Recall) -> dict[str, Any]:
-    from seqmoe_cli.forecast.recall_table import recall_facts
+    from seqmoe_cli.commands.recall_table import recall_facts
 
     scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
     return {"top": list(found.top), "recall": scores}
 
 
 def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
-    from seqmoe_cli.forecast.recall_table import recall_facts, recall_tables
+    from seqmoe_cli.commands.recall_table import recall_facts, recall_tables
 
     if as_json:
         facts = recall_facts(found)
@@ -324,26 +323,3 @@ def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
     for line in recall_tables(found):
         print(line)
     print(f"\n{stored}")
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr, for people at a terminal only: call it with a share and a text."""
-    if not is_terminal(sys.stderr):
-        yield lambda share, text: None
-        return
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    with Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
-        console=make_console(sys.stderr),
-        transient=True,
-        redirect_stdout=False,
-    ) as bars:
-        task = bars.add_task(what, total=1.0, text="")
-        yield lambda share, text: bars.update(task, completed=share, text=text)

@@ -1,1 +1,1 @@
-"""What every command writes with: consoles, progress, tables, sizes."""
+"""What every command writes with: consoles, progress, tables, figures. Knows no model."""

@@ -1,1 +1,2 @@
-"""Text and token ids. Knows no engine and no terminal."""
+"""What a model folder and its user say in text: tokens, sampling settings, files. Knows no engine
+and no terminal."""

@@ -5,14 +5,13 @@ Adds no special token by itself; those come from a chat template only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from seqmoe_cli.errors import CheckpointError, PackedModelError
+from seqmoe_cli.text.files import COPY_HINT, read_json_object
 
 _REPLACEMENT = "\ufffd"
 
@@ -38,9 +37,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
-            raise CheckpointError(
-                f"{path} cannot be read: {error}", "copy it again from the original checkpoint"
-            ) from error
+            raise CheckpointError(f"{path} cannot be read: {error}", COPY_HINT) from error
         backend.no_truncation()
         backend.no_padding()
         stop_ids: set[int] = set()
@@ -69,6 +66,9 @@ class TextStream:
     decoder may treat the start of a text specially, so an id cannot be decoded alone.
     """
 
+    # `tokenizers.DecodeStream` does the same, but raises where a tokenizer that falls back to bytes
+    # meets invalid ones, and has no way to give what it holds back at the end.
+
     def __init__(self, tokenizer: Tokenizer, kept: dict[int, str]) -> None:
         self._decode = tokenizer.decode
         self._kept = kept
@@ -81,40 +81,22 @@ class TextStream:
         if token_id in self._kept:
             return self._kept[token_id]
         self._pending.append(token_id)
-        before = self._decode(self._before)
-        text = self._decode(self._before + self._pending)
-        if text.endswith(_REPLACEMENT):
+        return self._complete(is_last=False)
+
+    def finish(self) -> str:
+        """What was held back, when no more ids come: bytes that make no character show as U+FFFD,
+        so that all pieces together are the text of all ids."""
+        return self._complete(is_last=True)
+
+    def _complete(self, is_last: bool) -> str:
+        before, text = self._decode(self._before), self._decode(self._before + self._pending)
+        if text.endswith(_REPLACEMENT) and not is_last:
             return ""
         # Text already given can change only by invalid bytes; what is new is then shown alone.
         new = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         if new:
             self._before, self._pending = self._pending, []
         return new
-
-    def finish(self) -> str:
-        """What was held back, when no more ids come: bytes that make no character show as U+FFFD,
-        so that all pieces together are the text of all ids."""
-        text, before = self._decode(self._before + self._pending), self._decode(self._before)
-        new = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
-        self._before, self._pending = [], []
-        return new
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty when the file is absent.
-
-    Raises `CheckpointError` naming the file when it holds anything else.
-    """
-    if not path.is_file():
-        return {}
-    hint = "copy it again from the original checkpoint"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object", hint)
-    return value
 
 
 def _eos_ids(path: Path) -> set[int]:

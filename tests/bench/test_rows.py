@@ -7,91 +7,94 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.bench.output import FORMATS, markdown
-from seqmoe_cli.bench.rows import Breakdown, Row, Sample, Setting, make_row
+from seqmoe_cli.bench.output import report
+from seqmoe_cli.bench.rows import PREFETCH, TIMES, Measured, Sample
 from seqmoe_cli.residency.stats import StepStats
+from seqmoe_cli.terminal.table import PLAIN
 
-SETTING = Setting(
-    model_filename="tiny",
-    model_type="mixtral F32",
-    weights="packed",
-    model_size=3 * 2**30,
-    model_n_params=1_500_000_000,
-    n_expert=8,
-    n_expert_used=2,
-    trace="",
-    device="cpu",
-    dtype="float32",
-    pool="45%",
-    pool_bytes=1024,
-    num_slots=11,
-    pool_share=0.45,
-    n_ctx=64,
-    verify=False,
-    policy="lru",
-    prefetch="off",
-    prefetch_by="",
-    look_ahead="",
-    predictor="",
-    sampling="greedy",
-    prompt_source='a "quoted", text.txt',
-    cpu_info="a processor",
-    gpu_info="",
-    driver="",
-    torch="2",
-    triton="3",
-    build_commit="abc1234",
-    copy_gb_per_s=None,
-    link_gb_per_s=None,
-    fallbacks=["no usable CUDA device: computing on the CPU"],
-)
+SETTING: dict[str, Any] = {
+    "model_filename": "tiny",
+    "model_type": "mixtral F32",
+    "weights": "packed",
+    "model_size": 3 * 2**30,
+    "model_n_params": 1_500_000_000,
+    "n_expert": 8,
+    "n_expert_used": 2,
+    "trace": "",
+    "device": "cpu",
+    "dtype": "float32",
+    "pool": "45%",
+    "pool_bytes": 1024,
+    "num_slots": 11,
+    "pool_share": 0.45,
+    "n_ctx": 64,
+    "verify": False,
+    "policy": "lru",
+    "prefetch": "off",
+    "prefetch_by": "",
+    "look_ahead": "",
+    "predictor": "",
+    "sampling": "greedy",
+    "prompt_source": 'a "quoted", text.txt',
+    "cpu_info": "a processor",
+    "gpu_info": "",
+    "driver": "",
+    "torch": "2",
+    "triton": "3",
+    "build_commit": "abc1234",
+    "copy_gb_per_s": None,
+    "link_gb_per_s": None,
+    "fallbacks": ["no usable CUDA device: computing on the CPU"],
+}
 SAMPLES = [
     Sample(2_000_000_000, StepStats("decode", 8, 30, 10, 4_000, 2.0, 0.5, 1.7, 0.2)),
     Sample(1_000_000_000, StepStats("decode", 8, 36, 4, 2_000, 1.0, 0.1, 0.7, 0.2)),
 ]
 
 
-def rows() -> list[Row]:
+def measured(case: Case, *samples: Sample, **more: Any) -> Measured:
+    return Measured(case, "cold", samples or SAMPLES, **more)
+
+
+def rows() -> list[dict[str, Any]]:
     time = "2026-01-02T03:04:05Z"
     return [
-        make_row(SETTING, Case(0, 8, 16, 1), "cold", time, SAMPLES, bytes_read=9_000_000),
-        make_row(SETTING, Case(8, 0, 0), "warm", time, SAMPLES[:1]),
+        Measured(Case(0, 8, 16, 1), "cold", SAMPLES, bytes_read=9_000_000).row(SETTING, time),
+        Measured(Case(8, 0, 0), "warm", SAMPLES[:1]).row(SETTING, time),
     ]
 
 
 def test_sums_of_a_row() -> None:
     row = rows()[0]
-    assert row.samples_ts == [4.0, 8.0]
-    assert row.avg_ts == 6.0
-    assert row.stddev_ts == pytest.approx(8**0.5)
-    assert (row.avg_ns, row.stddev_ns) == (1_500_000_000, 707_106_781)
-    assert row.hit_rate == 66 / 80
-    assert row.misses_per_token == 14 / 16
-    assert row.bytes_fetched == 3_000
-    assert row.fetch_gb_per_s == pytest.approx(6_000 / 3e9)
+    assert row["samples_ts"] == [4.0, 8.0]
+    assert row["avg_ts"] == 6.0
+    assert row["stddev_ts"] == pytest.approx(8**0.5)
+    assert (row["avg_ns"], row["stddev_ns"]) == (1_500_000_000, 707_106_781)
+    assert row["hit_rate"] == 66 / 80
+    assert row["misses_per_token"] == 14 / 16
+    assert row["bytes_fetched"] == 3_000
+    assert row["fetch_gb_per_s"] == pytest.approx(6_000 / 3e9)
 
 
 def test_where_the_time_goes() -> None:
-    setting = replace(SETTING, copy_gb_per_s=0.5, link_gb_per_s=2e-5)
-    case = Case(0, 8, 16, 1)
-    row = make_row(
-        setting, case, "cold", "", SAMPLES, full_ts=8.0, bytes_read=9_000_000, num_kernels=33
-    )
-    parts = row.breakdown
-    assert row.ms_per_token == pytest.approx(3000 / 16)
-    assert parts.compute_ms == pytest.approx((2400 - 600) / 16)
-    assert parts.stall_ms == pytest.approx(600 / 16)
-    assert parts.gap_ms == pytest.approx(400 / 16)
-    assert parts.bytes_read_per_token == 9_000_000
-    assert parts.read_gb_per_s == pytest.approx(9e6 * 16 / 1.8 / 1e9)
-    assert parts.share_of_copy == pytest.approx(0.16)
-    assert parts.stall_gb_per_s == pytest.approx(6_000 / 0.6 / 1e9)
-    assert parts.share_of_link == pytest.approx(0.5)
-    assert (row.share_of_full_load, parts.kernels_per_token) == (0.75, 33)
+    setting = SETTING | {"copy_gb_per_s": 0.5, "link_gb_per_s": 2e-5}
+    done = measured(Case(0, 8, 16, 1), bytes_read=9_000_000, num_kernels=33)
+    row = done.row(setting, "", full_ts=8.0)
+    assert row["ms_per_token"] == pytest.approx(3000 / 16)
+    assert row["compute_ms"] == pytest.approx((2400 - 600) / 16)
+    assert row["stall_ms"] == pytest.approx(600 / 16)
+    assert row["gap_ms"] == pytest.approx(400 / 16)
+    assert row["bytes_read_per_token"] == 9_000_000
+    assert row["read_gb_per_s"] == pytest.approx(9e6 * 16 / 1.8 / 1e9)
+    assert row["share_of_copy"] == pytest.approx(0.16)
+    assert row["stall_gb_per_s"] == pytest.approx(6_000 / 0.6 / 1e9)
+    assert row["share_of_link"] == pytest.approx(0.5)
+    assert (row["share_of_full_load"], row["kernels_per_token"]) == (0.75, 33)
 
 
 @pytest.mark.parametrize(
@@ -106,37 +109,36 @@ def test_what_prefetch_saves(
     plain_step_s: float, copies: int, saved: float, pays: bool, words: str
 ) -> None:
     """A step takes 0.15 s; too many copies for those used are not worth it."""
-    setting = replace(SETTING, prefetch="lookahead", pool_bytes=1100)
+    setting = SETTING | {"prefetch": "lookahead", "pool_bytes": 1100}
     asked = {"prefetches": copies, "prefetch_hits": 8, "prefetches_late": 1}
-    samples = [replace(SAMPLES[0], total=replace(SAMPLES[0].total, step_s=1.2, **asked))]
-    case, accuracy = Case(0, 8, 0, 1), [(9, 8, 5)]
-    row = make_row(setting, case, "cold", "", samples, accuracy=accuracy, plain_step_s=plain_step_s)
-    assert row.breakdown.prefetch_saved == pytest.approx(saved)
-    assert row.breakdown.prefetch_pays is pays
-    lines = list(FORMATS["md"]([row]))
-    assert f"prefetch, pool 45% lookahead, cold: a step is {words}" in lines
-    alone = make_row(setting, case, "cold", "", samples, accuracy=accuracy)
-    assert alone.breakdown.prefetch_saved is alone.breakdown.prefetch_pays is None
-    assert not [line for line in FORMATS["md"]([alone]) if "a chat would" in line]
+    sample = replace(SAMPLES[0], total=replace(SAMPLES[0].total, step_s=1.2, **asked))
+    done = measured(Case(0, 8, 0, 1), sample, accuracy=[(9, 8, 5)])
+    row = done.row(setting, "", plain_step_s=plain_step_s)
+    assert row["prefetch_saved"] == pytest.approx(saved)
+    assert row["prefetch_pays"] is pays
+    assert f"prefetch, pool 45% lookahead, cold: a step is {words}" in report([row])
+    alone = done.row(setting, "")
+    assert alone["prefetch_saved"] is alone["prefetch_pays"] is None
+    assert not [line for line in report([alone]) if "a chat would" in line]
 
 
 def test_what_cannot_be_said_is_none() -> None:
     generated, prompt = rows()
-    assert generated.share_of_full_load is None
-    assert generated.breakdown.share_of_copy is generated.breakdown.share_of_link is None
-    assert prompt.breakdown == Breakdown()
+    assert generated["share_of_full_load"] is None
+    assert generated["share_of_copy"] is generated["share_of_link"] is None
+    assert {prompt[key] for key in (*TIMES, *PREFETCH, "eviction_saved_misses")} == {None}
     hits = StepStats("decode", 8, 40, 0, 0, 2.0, 0.0, 1.7, 0.2)
-    all_hit = make_row(SETTING, Case(0, 8, 0, 1), "warm", "", [Sample(2 * 10**9, hits)])
-    assert (all_hit.breakdown.stall_ms, all_hit.breakdown.stall_gb_per_s) == (0.0, None)
+    all_hit = measured(Case(0, 8, 0, 1), Sample(2 * 10**9, hits)).row(SETTING, "")
+    assert (all_hit["stall_ms"], all_hit["stall_gb_per_s"]) == (0.0, None)
 
 
 def test_one_repetition_has_no_deviation() -> None:
     row = rows()[1]
-    assert (row.stddev_ns, row.stddev_ts) == (0, 0.0)
+    assert (row["stddev_ns"], row["stddev_ts"]) == (0, 0.0)
 
 
 def test_json_is_one_array_of_flat_objects() -> None:
-    lines = list(FORMATS["json"](rows()))
+    lines = list(PLAIN["json"](rows()))
     found = json.loads("\n".join(lines))
     assert [row["test"] for row in found] == ["tg8 @ d16", "pp8"]
     llama_bench = (
@@ -156,27 +158,27 @@ def test_json_is_one_array_of_flat_objects() -> None:
 def test_jsonl_gives_a_line_as_soon_as_its_row_is_there() -> None:
     asked = []
 
-    def source() -> Iterator[Row]:
+    def source() -> Iterator[dict[str, Any]]:
         for row in rows():
-            asked.append(row.test)
+            asked.append(row["test"])
             yield row
 
-    lines = FORMATS["jsonl"](source())
+    lines = PLAIN["jsonl"](source())
     assert json.loads(next(lines))["state"] == "cold"
     assert asked == ["tg8 @ d16"]
     assert json.loads(next(lines))["state"] == "warm"
 
 
 def test_csv_holds_the_same_as_json() -> None:
-    table = list(csv.DictReader(FORMATS["csv"](rows())))
-    objects = json.loads("".join(FORMATS["json"](rows())))
+    table = list(csv.DictReader(PLAIN["csv"](rows())))
+    objects = json.loads("".join(PLAIN["json"](rows())))
     assert [list(row) for row in table] == [list(row) for row in objects]
-    assert table[0]["prompt_source"] == SETTING.prompt_source
+    assert table[0]["prompt_source"] == SETTING["prompt_source"]
     assert json.loads(table[0]["samples_ts"]) == [4.0, 8.0]
 
 
 def test_markdown_aligns_text_left_and_numbers_right() -> None:
-    lines = list(FORMATS["md"](rows()))
+    lines = list(report(rows()))
     assert len({len(line) for line in lines[:4]}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
     titles = cells[0]
@@ -198,19 +200,19 @@ def test_markdown_aligns_text_left_and_numbers_right() -> None:
 
 def test_rows_printed_as_they_come_stay_in_line() -> None:
     """A later pool and a later test have longer names than the first."""
-    later = replace(SETTING, policy="forecast", prefetch="lookahead")
-    long = make_row(later, Case(0, 128, 131072, 1), "warm", "", SAMPLES)
-    coming = {"pool": ["45%", "45% forecast lookahead"], "test": ["pp8", long.test]}
-    lines = list(markdown([*rows(), long], coming))[:5]
+    later = SETTING | {"policy": "forecast", "prefetch": "lookahead"}
+    long = measured(Case(0, 128, 131072, 1)).row(later, "")
+    known = {"pool": ["45%", "45% forecast lookahead"], "test": ["pp8", long["test"]]}
+    lines = list(report([*rows(), long], known))[:5]
     assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines}) == 1
     assert "| 45% forecast lookahead |" in lines[4] and "| tg128 @ d131072 |" in lines[4]
 
 
 def test_markdown_shows_where_the_time_goes() -> None:
-    setting = replace(SETTING, weights="random", trace="qwen3", copy_gb_per_s=4000.0)
-    setting = replace(setting, link_gb_per_s=55.0)
-    row = make_row(setting, Case(0, 8, 0, 64), "cold", "", SAMPLES, full_ts=8, bytes_read=9_000_000)
-    lines = list(FORMATS["md"]([row]))
+    setting = SETTING | {"weights": "random", "trace": "qwen3"}
+    setting |= {"copy_gb_per_s": 4000.0, "link_gb_per_s": 55.0}
+    done = measured(Case(0, 8, 0, 64), bytes_read=9_000_000)
+    lines = list(report([done.row(setting, "", full_ts=8)]))
     title = next(i for i, line in enumerate(lines) if line.startswith("where the time goes"))
     assert lines[0].startswith("| model ") and "tiny (random weights)" in lines[2]
     assert "tiny (random weights)" in lines[title]
@@ -227,11 +229,13 @@ def test_markdown_shows_where_the_time_goes() -> None:
     assert "4,000 GB/s" in under and "55.0 GB/s" in under
 
 
-@pytest.mark.parametrize(("name", "expected"), [("md", 0), ("csv", 0), ("jsonl", 0), ("json", 1)])
-def test_no_rows(name: str, expected: int) -> None:
-    assert len(list(FORMATS[name]([]))) == expected
+def test_no_rows() -> None:
+    assert list(report([])) == []
+    assert [len(list(PLAIN[name]([]))) for name in ("csv", "jsonl", "json")] == [0, 0, 1]
 
 
-def test_readme_names_every_key() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    assert not [key for key in rows()[0].to_dict() if f"`{key}`" not in text]
+def test_the_documents_name_every_key() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    text = "\n".join(page.read_text("utf-8") for page in pages)
+    assert not [key for key in rows()[0] if f"`{key}`" not in text]

@@ -11,7 +11,6 @@ import pytest
 
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.sampling import SamplingSettings, Setting, Value
 from seqmoe_cli.chat.session import Exchange, Session
 from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.template import ChatTemplate
@@ -21,6 +20,7 @@ from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_cli.terminal.console import make_console, printable
+from seqmoe_cli.text.sampling import SamplingSettings, Setting, Value
 from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.screen import Screen, terminal_console
 

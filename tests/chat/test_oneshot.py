@@ -13,7 +13,6 @@ import pytest
 
 from seqmoe_cli.chat.oneshot import OneShot, OneShotOutput, answer_once
 from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.sampling import Setting
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import Step
@@ -21,6 +20,7 @@ from seqmoe_cli.errors import ResourceError
 from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 from seqmoe_cli.forecast.stored import StoredPredictor
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.sampling import Setting
 from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.packed import PackedModel
 

@@ -12,7 +12,6 @@ import pytest
 
 from seqmoe_cli.chat.chat import Chat
 from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.sampling import SamplingSettings, Setting
 from seqmoe_cli.chat.session import Session
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
@@ -20,6 +19,7 @@ from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.errors import PoolError
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_cli.terminal.console import make_console
+from seqmoe_cli.text.sampling import SamplingSettings, Setting
 from seqmoe_cli.text.tokenizer import Tokenizer
 from tests.chat.screen import Program
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from seqmoe_cli.bench.shapes import find_shape
-from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.files import shipped_text
 from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.memory import available_host_bytes
 from tests.checkpoints import packed_model

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from seqmoe_cli.bench.perplexity import windows
-from seqmoe_cli.bench.text import shipped_text
 from seqmoe_cli.main import main
+from seqmoe_cli.text.files import shipped_text
 from seqmoe_cli.text.tokenizer import Tokenizer
 from seqmoe_weights.convert import convert
 

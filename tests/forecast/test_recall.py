@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from seqmoe_cli.commands.recall_table import recall_facts, recall_tables
 from seqmoe_cli.forecast.counting import (
     Decayed,
     Persistence,
@@ -18,7 +19,6 @@ from seqmoe_cli.forecast.counting import (
     forecasts_by_counting,
 )
 from seqmoe_cli.forecast.recall import recall
-from seqmoe_cli.forecast.recall_table import recall_facts, recall_tables
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.residency.policies import WINDOWS
 from tests.traces import random_trace

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.prompt_file import read_prompts
-from seqmoe_cli.chat.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.chat.session import Message, render
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
 from seqmoe_cli.text.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).parent / "sparse" / "prompts.json"

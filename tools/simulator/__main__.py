@@ -16,13 +16,13 @@ from seqmoe_cli.main import run
 from seqmoe_cli.settings import PoolSize
 from seqmoe_cli.terminal.console import is_terminal, make_console
 from seqmoe_cli.terminal.progress import status_line
+from seqmoe_cli.terminal.table import FORMAT_NAMES, PLAIN, Row, markdown
 from tools.simulator import options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from seqmoe_cli.forecast.stored import StoredPredictor
-    from tools.simulator.rows import Row
     from tools.simulator.study import Assumptions, MakeForecast, Study
 
 NAME = "python -m tools.simulator"
@@ -74,7 +74,7 @@ def simulate(
 
     check_choice("--forecast", forecast, FORECASTS)
     check_choice("--prefetch-by", prefetch_by, PREFETCH_BY)
-    check_choice("-o", output, options.FORMATS)
+    check_choice("-o", output, FORMAT_NAMES)
     pools = [options.read_pool(word) for word in dict.fromkeys(pool.split(","))]
     policies = options.read_words("--policy", policy, POLICIES)
     prefetches = options.read_words("--prefetch", prefetch, PREFETCHES)
@@ -167,23 +167,22 @@ def _print(
     output: str,
 ) -> None:
     """A table on a terminal; else the lines of the format, each as soon as its row is there."""
-    from seqmoe_cli.terminal.formats import csv_lines, json_array, json_lines
-    from tools.simulator.rows import markdown
+    from tools.simulator.rows import COLUMNS
 
-    formats = {"md": markdown, "csv": csv_lines, "json": json_array, "jsonl": json_lines}
     with status_line() as tell:
 
         def rows() -> Iterator[Row]:
             for study, size, name, way in product(studies, pools, policies, prefetches):
                 tell(f"{study.part.name}, pool {size.text}, {name}, prefetch {way}")
-                yield study.row(size, name, way)
+                yield study.row(size, name, way).to_dict()
 
         if output == "md" and is_terminal(sys.stdout):
             table = _table(rows())
             tell.clear()
             make_console(sys.stdout).print(table)
         else:
-            for line in formats[output](rows()):
+            lines = markdown(COLUMNS, rows()) if output == "md" else PLAIN[output](rows())
+            for line in lines:
                 tell.clear()
                 print(line, flush=True)
     if output == "md":
@@ -193,14 +192,14 @@ def _print(
 def _table(rows: Iterator[Row]) -> Table:
     from rich.table import Table
 
-    from tools.simulator.rows import COLUMNS, NUM_TEXT_COLUMNS
+    from tools.simulator.rows import COLUMNS
 
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    for i, (title, _) in enumerate(COLUMNS):
-        side: Literal["left", "right"] = "left" if i < NUM_TEXT_COLUMNS else "right"
-        table.add_column(title.replace("/", " /"), justify=side, no_wrap=side == "left")
+    for column in COLUMNS:
+        side: Literal["left", "right"] = "left" if column.left else "right"
+        table.add_column(column.title.replace("/", " /"), justify=side, no_wrap=column.left)
     for row in rows:
-        table.add_row(*(cell(row) for _, cell in COLUMNS))
+        table.add_row(*(column.cell(row) for column in COLUMNS))
     return table
 
 

@@ -9,8 +9,8 @@ import typer
 from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import PoolSize, check_range
+from seqmoe_cli.terminal.table import FORMAT_NAMES
 
-FORMATS = ("md", "csv", "json", "jsonl")
 _LISTED = "several with commas."
 
 
@@ -143,7 +143,7 @@ Slack = Annotated[
 ]
 Seed = Annotated[int, _number("--seed", "N", 0, 2**32, "Seed of everything blurred.")]
 Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="|".join(FORMATS), help="Output format.")
+    str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
 ]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from seqmoe_cli.terminal.table import Column
 from tools.simulator.link import Link
 from tools.simulator.replay import Replayed
 
@@ -91,22 +91,21 @@ class Row:
         return asdict(self)
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("trace", lambda row: Path(row.trace).name),
-    ("pool", lambda row: row.pool),
-    ("policy", lambda row: row.policy),
-    ("prefetch", lambda row: row.prefetch),
-    ("hit %", lambda row: f"{100 * row.hit_rate:.1f}"),
-    ("on time %", lambda row: f"{100 * row.on_time_hit_rate:.1f}"),
-    ("loads/tok", lambda row: f"{row.loads_per_token:.1f}"),
-    ("ahead/tok", lambda row: f"{row.prefetches_per_token:.1f}"),
-    ("used %", lambda row: _share(row.num_used_prefetches, row.num_prefetches)),
-    ("MB/tok", lambda row: f"{row.loaded_bytes / row.num_tokens / 1e6:.0f}"),
-    ("stall ms", lambda row: f"{row.stall_ms:.2f}"),
-    ("% of full load", lambda row: f"{100 * row.share_of_full_load:.0f}"),
-    ("gap %", lambda row: "" if row.gap_recovered is None else f"{100 * row.gap_recovered:.0f}"),
+COLUMNS = (
+    Column("trace", lambda row: Path(row["trace"]).name, left=True, width=9),
+    Column("pool", "pool", left=True, width=9),
+    Column("policy", "policy", left=True, width=9),
+    Column("prefetch", "prefetch", left=True, width=9),
+    Column("hit %", "hit_rate", ".1f", 100),
+    Column("on time %", "on_time_hit_rate", ".1f", 100),
+    Column("loads/tok", "loads_per_token", ".1f"),
+    Column("ahead/tok", "prefetches_per_token", ".1f"),
+    Column("used %", lambda row: _share(row["num_used_prefetches"], row["num_prefetches"])),
+    Column("MB/tok", lambda row: row["loaded_bytes"] / row["num_tokens"], ".0f", 1e-6),
+    Column("stall ms", "stall_ms", ".2f"),
+    Column("% of full load", "share_of_full_load", ".0f", 100),
+    Column("gap %", "gap_recovered", ".0f", 100),
 )
-NUM_TEXT_COLUMNS = 4
 
 
 def _recovered(loads: float, online: float, best: float) -> float | None:
@@ -115,29 +114,3 @@ def _recovered(loads: float, online: float, best: float) -> float | None:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}" if whole else ""
-
-
-def markdown(rows: Iterable[Row]) -> Iterator[str]:
-    """The table, each line as soon as its row is there."""
-    widths = [
-        max(len(title), 9 if i < NUM_TEXT_COLUMNS else 0) for i, (title, _) in enumerate(COLUMNS)
-    ]
-    for number, row in enumerate(rows):
-        cells = [cell(row) for _, cell in COLUMNS]
-        if not number:  # rows come one by one, so the first has to stand for the others
-            widths = [max(pair) for pair in zip(widths, map(len, cells), strict=True)]
-            yield _line([title for title, _ in COLUMNS], widths)
-            yield _line([_rule(i, width) for i, width in enumerate(widths)], widths)
-        yield _line(cells, widths)
-
-
-def _rule(column: int, width: int) -> str:
-    return "-" * width if column < NUM_TEXT_COLUMNS else "-" * (width - 1) + ":"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (
-        cell.ljust(width) if i < NUM_TEXT_COLUMNS else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "| " + " | ".join(padded) + " |"

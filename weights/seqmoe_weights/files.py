@@ -143,4 +143,6 @@ def naming_os_errors(action: str, path: Path) -> Iterator[None]:
 
 def readable_size(num_bytes: int) -> str:
     """A size for people, in GiB, or MiB when it is small."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:,.2f} GiB"

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from seqmoe_cli.chat.sampling import (
+from seqmoe_cli.errors import CheckpointError, UsageError
+from seqmoe_cli.settings import SamplingParams
+from seqmoe_cli.text.sampling import (
     KNOBS,
     SamplingSettings,
     check_flags,
     checkpoint_settings,
 )
-from seqmoe_cli.errors import CheckpointError, UsageError
-from seqmoe_cli.settings import SamplingParams
 
 
 def _checkpoint(folder: Path, **config: Any) -> Path:

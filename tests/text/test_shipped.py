@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from seqmoe_cli.bench.text import shipped_text
+from seqmoe_cli.text.files import shipped_text
 
 
 def test_the_shipped_text_is_plain_prose_with_a_note_of_its_origin() -> None:

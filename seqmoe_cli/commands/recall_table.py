@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from seqmoe_cli.forecast.recall import GROUPS, POOLS, Recall, Score, best_by_counting
 from seqmoe_cli.residency.policies import WINDOWS
+from seqmoe_cli.terminal.table import Column, markdown
 
 
 def recall_tables(found: Recall) -> Iterator[str]:
     """Markdown, line by line: by distance, and then what matters for prefetch."""
-    yield from _table(
-        ["forecast", *(f"{_steps(*window)}: @{_top(found)}" for window in WINDOWS)],
-        [
-            [score.forecast, *(" / ".join(map(_percent, three)) for three in score.overall)]
-            for score in found.scores
-        ],
+    name = Column("forecast", lambda score: score.forecast, left=True)
+    windows = enumerate(WINDOWS)
+    by_distance = [Column(f"{_steps(*w)}: @{_top(found)}", _overall(n)) for n, w in windows]
+    yield from markdown([name, *by_distance], found.scores)
+    yield ""
+    yield from markdown(
+        [replace(name, title=f"step 1, @{found.top[1]}"), *_closely(found)], found.scores
     )
     yield ""
-    pools = [percent for percent in POOLS if percent in found.num_misses]
-    yield from _table(
-        [
-            f"step 1, @{found.top[1]}", *GROUPS, "rare",
-            *(f"misses at {percent} %" for percent in pools),
-            *(f"likeliest {round(found.num_misses[percent])}" for percent in pools),
-        ],
-        [
-            [
-                score.forecast,
-                *(_percent(share) for share in score.by_depth[0, :, 1]),
-                _percent(score.rare),
-                *(_percent(score.misses[percent]) for percent in pools),
-                *(_percent(score.named[percent]) for percent in pools),
-            ]
-            for score in found.scores
-        ],
-    )  # fmt: skip
-    yield ""
     yield _note(found)
+
+
+def _overall(window: int) -> Callable[[Score], str]:
+    return lambda score: " / ".join(map(_percent, score.overall[window]))
+
+
+def _closely(found: Recall) -> Iterator[Column]:
+    """Of the step that begins: by depth, of rare experts, and of those that LRU misses."""
+
+    def percent(title: str, share: Callable[[Score], float]) -> Column:
+        return Column(title, share, ".1f", 100)
+
+    for n, group in enumerate(GROUPS):
+        yield percent(group, lambda score, n=n: score.by_depth[0, n, 1])  # type: ignore[misc]
+    yield percent("rare", lambda score: score.rare)
+    pools = [pool for pool in POOLS if pool in found.num_misses]
+    for pool in pools:
+        yield percent(f"misses at {pool} %", lambda score, pool=pool: score.misses[pool])
+    for pool in pools:
+        title = f"likeliest {round(found.num_misses[pool])}"
+        yield percent(title, lambda score, pool=pool: score.named[pool])
 
 
 def recall_facts(found: Recall) -> dict[str, object]:
@@ -85,19 +90,6 @@ def _note(found: Recall) -> str:
             f"{own / float(decayed.overall[0, 1]):.2f} times {decayed.forecast}."
         )
     return "\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cells[0].ljust(widths[0])]
-        padded += [c.rjust(width) for c, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    yield line(head)
-    yield line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    yield from map(line, rows)
 
 
 def _steps(first: int, last: int) -> str:

@@ -1,4 +1,4 @@
-"""Sampling settings of a chat: each value with where it came from.
+"""Sampling settings: each value with where it came from.
 
 One table of knobs serves the flags, generation_config.json, `/set` and `/show`.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from seqmoe_cli.errors import CheckpointError, UsageError
 from seqmoe_cli.settings import SamplingParams, check_range
-from seqmoe_cli.text.tokenizer import read_json_object
+from seqmoe_cli.text.files import read_json_object
 
 Value = int | float | None
 GENERATION_CONFIG = "generation_config.json"
