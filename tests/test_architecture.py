@@ -35,14 +35,14 @@ LAYERS = {
     "seqmoe_cli.forecast": ENGINE | {"seqmoe_cli.residency", "numpy"},
     "seqmoe_cli.engine": ENGINE
     | {"seqmoe_cli.models", "seqmoe_cli.residency", "seqmoe_cli.forecast"},
-    "seqmoe_cli.text": {"seqmoe_cli.errors", "tokenizers"},
-    "seqmoe_cli.terminal": {"rich"},
+    "seqmoe_cli.text": {"seqmoe_cli.errors", "seqmoe_cli.settings", "tokenizers"},
+    "seqmoe_cli.terminal": {"seqmoe_weights", "rich"},
     "seqmoe_cli.chat": CALM
     | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_cli.text", "seqmoe_cli.terminal"}
     | {"seqmoe_weights", "jinja2", "rich", "prompt_toolkit"},
     "seqmoe_cli.bench": CALM
-    | {"seqmoe_cli.engine", "seqmoe_cli.chat", "seqmoe_cli.forecast", "seqmoe_cli.residency"}
-    | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights", "torch", "numpy", "rich"},
+    | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_cli.residency"}
+    | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights", "torch", "numpy"},
 }
 HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit"]
 ABOVE = {"seqmoe_cli.commands", "seqmoe_cli.main", "seqmoe_cli.__main__"}  # may import all of them

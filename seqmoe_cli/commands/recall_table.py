@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from seqmoe_cli.forecast.recall import GROUPS, POOLS, Recall, Score, best_by_counting
 from seqmoe_cli.residency.policies import WINDOWS
@@ -28,21 +29,29 @@ def _overall(window: int) -> Callable[[Score], str]:
     return lambda score: " / ".join(map(_percent, score.overall[window]))
 
 
-def _closely(found: Recall) -> Iterator[Column]:
+def _closely(found: Recall) -> list[Column]:
     """Of the step that begins: by depth, of rare experts, and of those that LRU misses."""
+    num_misses = found.num_misses
+    pools = [percent for percent in POOLS if percent in num_misses]
+    shares: list[tuple[str, Callable[[Score], float]]] = [
+        *((group, partial(_by_depth, n)) for n, group in enumerate(GROUPS)),
+        ("rare", lambda score: score.rare),
+        *((f"misses at {pool} %", partial(_of_misses, pool)) for pool in pools),
+        *((f"likeliest {round(num_misses[pool])}", partial(_named, pool)) for pool in pools),
+    ]
+    return [Column(title, share, ".1f", 100) for title, share in shares]
 
-    def percent(title: str, share: Callable[[Score], float]) -> Column:
-        return Column(title, share, ".1f", 100)
 
-    for n, group in enumerate(GROUPS):
-        yield percent(group, lambda score, n=n: score.by_depth[0, n, 1])  # type: ignore[misc]
-    yield percent("rare", lambda score: score.rare)
-    pools = [pool for pool in POOLS if pool in found.num_misses]
-    for pool in pools:
-        yield percent(f"misses at {pool} %", lambda score, pool=pool: score.misses[pool])
-    for pool in pools:
-        title = f"likeliest {round(found.num_misses[pool])}"
-        yield percent(title, lambda score, pool=pool: score.named[pool])
+def _by_depth(group: int, score: Score) -> float:
+    return float(score.by_depth[0, group, 1])
+
+
+def _of_misses(percent: int, score: Score) -> float:
+    return score.misses[percent]
+
+
+def _named(percent: int, score: Score) -> float:
+    return score.named[percent]
 
 
 def recall_facts(found: Recall) -> dict[str, object]:

@@ -5,6 +5,7 @@ import pytest
 from seqmoe_cli.chat import status
 from seqmoe_cli.engine.stats import Step, TurnStats
 from seqmoe_cli.residency.stats import StepStats
+from seqmoe_weights.files import readable_size
 
 GIB = 2**30
 
@@ -21,7 +22,7 @@ def _turn() -> TurnStats:
 def test_live_line() -> None:
     line = status.live_line(_turn(), 8192, 5 * GIB + GIB // 5, 200)
     assert line == (
-        "ctx 1,204/8,192 | 50.0 tok/s | hit 97.7% | miss 2.0/tok | fetch 1.1 GB/s | pool 5.2 GiB"
+        "ctx 1,204/8,192 | 50.0 tok/s | hit 97.7% | miss 2.0/tok | fetch 1.1 GB/s | pool 5.20 GiB"
     )
     hidden = status.live_line(_turn(), 8192, 5 * GIB, 200, thinking=True)
     assert hidden.startswith("thinking | ctx 1,204/8,192 | ")
@@ -32,7 +33,7 @@ def test_prefetch_is_shown() -> None:
     costs = StepStats("decode", 2, 90, 2, 10**7, 0.02, prefetched_bytes=3 * 2**20, prefetch_hits=5)
     turn.add(Step(2, None, costs))
     line = status.live_line(turn, 64, GIB, 200, prefetch="on")
-    assert line.endswith(" | fetch 657.3 MB/s | prefetch 2.5/tok in time | pool 1.0 GiB")
+    assert line.endswith(" | fetch 657.3 MB/s | prefetch 2.5/tok in time | pool 1.00 GiB")
     for word in ("resting", "stopped"):
         line = status.live_line(turn, 64, GIB, 200, prefetch=word)
         assert f" | prefetch {word} | pool" in line
@@ -49,7 +50,7 @@ def test_eviction_by_a_forecast_is_shown() -> None:
     compared = {"missed_by_forecast": 5, "missed_by_counts": 11}
     turn.add(Step(2, None, StepStats("decode", 4, 90, 2, 10**7, 0.02, **compared)))
     line = status.live_line(turn, 64, GIB, 200, "", eviction="on")
-    assert line.endswith(" | forecast +1.5 hit/tok | pool 1.0 GiB")
+    assert line.endswith(" | forecast +1.5 hit/tok | pool 1.00 GiB")
     assert " | forecast resting | " in status.live_line(turn, 64, GIB, 200, eviction="resting")
     assert status.turn_line(turn, False, 200).endswith(" | forecast +1.5 hit/tok")
 
@@ -88,10 +89,10 @@ def test_fields_go_from_the_right() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0.0 MiB"), (3 * 2**19, "1.5 MiB"), (GIB, "1.0 GiB"), (1500 * GIB, "1,500.0 GiB")],
+    [(0, "0.0 MiB"), (3 * 2**19, "1.5 MiB"), (GIB, "1.00 GiB"), (1500 * GIB, "1,500.00 GiB")],
 )
 def test_sizes(number: int, text: str) -> None:
-    assert status.size(number) == text
+    assert readable_size(number) == text
 
 
 def test_what_eviction_was_worth() -> None:
