@@ -141,7 +141,7 @@ def naming_os_errors(action: str, path: Path) -> Iterator[None]:
         raise SeqmoeError(message, "check that the path exists and that you may use it") from error
 
 
-def readable_size(num_bytes: int) -> str:
+def readable_size(num_bytes: float) -> str:
     """A size for people, in GiB, or MiB when it is small."""
     if num_bytes < 2**30:
         return f"{num_bytes / 2**20:.1f} MiB"
