@@ -185,9 +185,9 @@ def test_bits_of_one_token_do_not_depend_on_the_slots(
 def test_the_tiling_changes_rounding_at_most(
     device: torch.device, gen: torch.Generator, weight_dtype: torch.dtype, tiling: RowTiling
 ) -> None:
-    fmt = expert_format(544, 272, weight_dtype)
+    fmt = expert_format(272, 144, weight_dtype)
     slots, weights = random_slots(gen, fmt, 2)
-    h = torch.randn((1, 544), generator=gen).bfloat16()
+    h = torch.randn((1, 272), generator=gen).bfloat16()
     at = found(torch.tensor([1, 0], dtype=torch.int32), device)
     act = gate_up_triton(h.to(device), slots.to(device), at, fmt, tiling)
     limit = tolerance(torch.bfloat16, device)
@@ -196,7 +196,7 @@ def test_the_tiling_changes_rounding_at_most(
         expected = gate * torch.sigmoid(gate) * up
         assert (act[k].cpu().double() - expected).norm() <= limit * expected.norm()
     shares = torch.tensor([0.7, 0.3])
-    nothing = torch.zeros((1, 544), dtype=torch.bfloat16, device=device)
+    nothing = torch.zeros((1, 272), dtype=torch.bfloat16, device=device)
     down = tiling._replace(rows=max(tiling.rows, 2 * tiling.num_warps))
     args = (act, slots.to(device), at.slots, shares.to(device), nothing, fmt, down)
     mixed = sum(
