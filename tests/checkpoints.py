@@ -153,10 +153,10 @@ def _tensors(
     model = family.read_config(config)
     dtype = _DTYPES[config["torch_dtype"]]
     specs = family.resident_tensors(model)
+    specs.sort(key=lambda spec: spec.role in ("q_norm", "k_norm"))
     for layer in range(model.num_hidden_layers):
         for expert in range(model.num_experts):
-            parts = family.expert_tensors(model, layer, expert)
-            specs += [parts[name] for name in ("gate", "up", "down")]
+            specs += family.expert_tensors(model, layer, expert).values()
     for spec in specs:
         weight = _random(spec, generator)
         if spec.quantized and model.dense_format == "FP8":
@@ -174,9 +174,9 @@ def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(spec.shape, generator=generator)
     if len(spec.shape) == 1:
         return 1 + 0.1 * values
-    if "embed_tokens" in spec.name:
+    if spec.role == "embedding":
         return 0.5 * values
-    gain = 2.0 if spec.name.endswith(".gate.weight") else 1.2
+    gain = 2.0 if spec.role == "router" else 1.2
     return values * gain / spec.shape[1] ** 0.5
 
 

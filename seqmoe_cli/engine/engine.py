@@ -18,6 +18,7 @@ from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.forecaster import Forecaster, plan_with_predictor
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
+from seqmoe_cli.engine.look_ahead import LookAheadRouters
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape
 from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.sampler import Sampler
@@ -86,11 +87,10 @@ class Engine:
             routed=None if self.forecaster is None else self.forecaster.routed,
         )
         decoder = build_decoder(config, weights)
-        if self.prefetch is not None:
-            decoder.look_ahead(DISTANCE, lambda: self.pool.flights is not None)
+        look_ahead = None if self.prefetch is None else LookAheadRouters(decoder, DISTANCE)
         experts = PooledExperts(context, fmt)
         self._context = context
-        self._forward = Forward(decoder, self.kv, context, experts, self.forecaster)
+        self._forward = Forward(decoder, self.kv, context, experts, self.forecaster, look_ahead)
         sampler = Sampler(config.vocab_size, plan.device)
         self.decoding = Decoding(self._forward, sampler, context, use_graph)
         self._usage_before = self.pool.state.usage.clone()

@@ -9,6 +9,7 @@ import torch
 
 from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.kv_state import KVState
+from seqmoe_cli.engine.look_ahead import LookAheadRouters
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.forecast.recorder import TraceRecorder
@@ -34,10 +35,12 @@ class Forward:
         context: StepContext,
         experts: PooledExperts,
         forecaster: Forecaster | None = None,
+        look_ahead: LookAheadRouters | None = None,
     ) -> None:
         self.head = decoder.head
         self._decoder, self._kv, self._context = decoder, kv, context
         self._experts, self._forecaster = experts, forecaster
+        self._look_ahead = look_ahead
         device = kv.keys.device
         self._schedule, self._copies = Beside(device, -1), Beside(device, -2)
         self._num_layers = decoder.config.num_hidden_layers
@@ -73,7 +76,7 @@ class Forward:
             for n in range(self._num_layers):
                 if len(chunk) > 1 and stop():
                     raise InterruptedForward
-                x = self._decoder.layer(n, x, self._kv, self._experts)
+                x = self._layer(n, x)
                 if on_prefill:
                     on_prefill(start + len(chunk) * (n + 1) // self._num_layers, len(ids))
             is_last = start + len(chunk) == len(ids)
@@ -90,7 +93,7 @@ class Forward:
         self._forecast(token)
         x = self._decoder.embed(token)
         for n in range(self._num_layers):
-            x = self._decoder.layer(n, x, self._kv, self._experts)
+            x = self._layer(n, x)
             if n == 0:
                 self._start_prefetches()
         self._advance(1)
@@ -130,6 +133,13 @@ class Forward:
         self._schedule.fork(lambda: prefetch.ask(context))
         self._copies.fork(prefetch.copy)
 
+    def _layer(self, n: int, x: torch.Tensor) -> torch.Tensor:
+        """Layer n; that of a single token looks ahead while prefetch is on."""
+        ahead = None
+        if self._look_ahead and len(x) == 1 and self._context.pool.flights is not None:
+            ahead = self._look_ahead.behind(n)
+        return self._decoder.layer(n, x, self._kv, self._experts, ahead)
+
     def _advance(self, num_tokens: int) -> None:
         self._kv.advance(num_tokens)
         if num_tokens == 1 and self._context.replayed is not None:
@@ -137,4 +147,4 @@ class Forward:
 
     def _tell_recorder(self, ids: Sequence[int], x: torch.Tensor) -> None:
         if self._recorder is not None:
-            self._recorder.evaluated(ids, self._decoder.normed("model.norm", x))
+            self._recorder.evaluated(ids, self._decoder.final_norm(x))

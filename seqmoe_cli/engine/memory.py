@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from seqmoe_cli.engine.device import choose_placement, free_device_bytes
+from seqmoe_cli.engine.look_ahead import look_ahead_bytes
 from seqmoe_cli.errors import ResourceError, UsageError
 from seqmoe_cli.forecast.predictor import MAX_BYTES
-from seqmoe_cli.models.decoder import look_ahead_bytes
 from seqmoe_cli.residency.prefetch import DISTANCE, least_slots
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_weights.config import ModelConfig

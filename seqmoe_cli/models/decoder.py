@@ -1,13 +1,13 @@
-"""What all decoders share: named weights, embedding, norms, linear layers, head.
+"""What all decoders share: resident weights by role, embedding, blocks of a layer, head.
 
 T tokens of one forward, H hidden size, n query heads, m key/value heads, D head dimension,
-K experts per token. A family writes down its layer and nothing else.
+K experts per token. A family puts the blocks of its layer together, and adds what only it has.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from seqmoe_kernels import Matrix, Norm, Rotation, linear, linears, normed_linear, rms_norm
 from seqmoe_weights.config import ModelConfig
+from seqmoe_weights.families import find_family, scale_spec
 
 
 class Attention(Protocol):
@@ -40,104 +41,80 @@ class Experts(Protocol):
 
 
 class Decoder(ABC):
-    """A decoder over its resident weights, under their Hugging Face names.
-
-    The projections below exist for one reason beside the names: each of them is one kernel launch
-    when there is one token.
-    """
-
-    router = "mlp.gate"
-    router_norm = "post_attention_layernorm"
+    """A decoder over its resident weights. It asks for them by role and layer; how a family calls
+    its tensors stands in `seqmoe_weights.families`."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        """`weights`: what `PackedModel.load_resident` gives."""
         self.config = config
-        self.weights = weights
+        self._matrices = {
+            (spec.role, spec.layer): Matrix(
+                weights[spec.name], weights.get(scale_spec(spec).name) if spec.quantized else None
+            )
+            for spec in find_family(config.family).resident_tensors(config)
+        }
         dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
         inv_freq = 1.0 / (config.rope_theta ** (dims / config.head_dim))
-        self._inv_freq = inv_freq.to(weights["model.embed_tokens.weight"].device)
-        self._ahead: dict[str, Matrix] = {}  # by router: those of the next layers
-        self._looks_ahead: Callable[[], bool] = lambda: True
+        self._inv_freq = inv_freq.to(self.weight("embedding").device)
 
     @abstractmethod
     def layer(
-        self, n: int, x: torch.Tensor, attention: Attention, experts: Experts
+        self,
+        n: int,
+        x: torch.Tensor,
+        attention: Attention,
+        experts: Experts,
+        ahead: Matrix | None = None,
     ) -> torch.Tensor:
-        """Layer n: residual stream x [T, H] -> [T, H]."""
+        """Layer n: residual stream x [T, H] -> [T, H]. `ahead`: see `mix_experts`."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids int64 [T] -> residual stream [T, H]."""
-        return F.embedding(ids, self.weights["model.embed_tokens.weight"])
+        return F.embedding(ids, self.weight("embedding"))
+
+    def final_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Residual stream [T, H] -> what the head reads, [T, H]."""
+        return rms_norm(x, *self.norm("final_norm"))
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Residual stream [T, H] -> logits f32 [T, vocab_size]."""
-        tied = self.config.tie_word_embeddings
-        name = "model.embed_tokens" if tied else "lm_head"
-        return linear(self.normed("model.norm", x), self.matrix(name)).float()
+        role = "embedding" if self.config.tie_word_embeddings else "head"
+        return linear(self.final_norm(x), self.matrix(role)).float()
 
-    def normed(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """x after the named norm over its last dimension."""
-        return rms_norm(x, *self.norm(name))
+    def attend(self, n: int, x: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """x [T, H] plus what grouped-query attention over its norm gives, [T, H]."""
+        projections = [self.matrix(role, n) for role in ("q", "k", "v")]
+        q, k, v = linears(x, projections, self.norm("attention_norm", n))
+        mixed = attention(n, q, k, v, self.rotation(n))
+        return linear(mixed, self.matrix("o", n), residual=x)
 
-    def norm(self, name: str) -> Norm:
-        return Norm(self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+    def mix_experts(
+        self, n: int, x: torch.Tensor, experts: Experts, ahead: Matrix | None = None
+    ) -> torch.Tensor:
+        """x [T, H] plus what the routed experts over its norm give, [T, H]. `ahead`: routers of
+        later layers; their logits over the same normed x follow those of this layer's router."""
+        norm, router = self.norm("mlp_norm", n), self.matrix("router", n)
+        h, logits = normed_linear(x, norm, router, ahead)
+        return experts(n, x, h, logits)
 
-    def matrix(self, name: str) -> Matrix:
-        weight = f"{name}.weight"
-        return Matrix(self.weights[weight], self.weights.get(f"{weight}_scale_inv"))
-
-    def projections(self, x: torch.Tensor, norm: str, *names: str) -> list[torch.Tensor]:
-        """The named linear layers over norm(x), x [T, H]: [T, out] each."""
-        return linears(x, [self.matrix(name) for name in names], self.norm(norm))
-
-    def normed_projection(
-        self, x: torch.Tensor, norm: str, name: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """h = norm(x), x [T, H], and the named linear layer over it. If that is a router that looks
-        ahead and T is 1, the logits of the next layers' routers come behind its own."""
-        more = self._ahead.get(name) if x.shape[0] == 1 and self._looks_ahead() else None
-        return normed_linear(x, self.norm(norm), self.matrix(name), more)
-
-    def look_ahead(self, distance: int, on: Callable[[], bool]) -> None:
-        """Let every router of a single token be followed by those of up to `distance` next layers
-        on the same state, while it is `on`. `look_ahead_bytes` are made for it.
-
-        A router reads its layer's norm of the state. The state is normed once; what the gains of
-        the other norm differ by is in the weights.
-        """
-        self._looks_ahead = on
-        last = self.config.num_hidden_layers - 1
-        for n in range(last):
-            gain = self._gain(n)
-            stack = [
-                self._router_weight(later).float()
-                * torch.where(gain == 0, 0, self._gain(later) / gain)
-                for later in range(n + 1, min(n + distance, last) + 1)
-            ]
-            own = self._router_weight(n)
-            self._ahead[self._router_name(n)] = Matrix(torch.cat(stack).to(own.dtype).contiguous())
-
-    def _router_name(self, n: int) -> str:
-        return f"model.layers.{n}.{self.router}"
-
-    def _router_weight(self, n: int) -> torch.Tensor:
-        return self.weights[f"{self._router_name(n)}.weight"]
-
-    def _gain(self, n: int) -> torch.Tensor:
-        return self.weights[f"model.layers.{n}.{self.router_norm}.weight"].float()
-
-    def add_projection(self, residual: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
-        """`residual` [T, H] plus the named linear layer of x [T, in]."""
-        return linear(x, self.matrix(name), residual=residual)
-
-    def rotation(self, q_norm: str | None = None, k_norm: str | None = None) -> Rotation:
-        """The rotary embedding, after the named norms of queries and keys: each head by itself when
-        a norm has D weights, all of a token together when it has as many as they."""
-        q, k = (None if name is None else self.norm(name).weight for name in (q_norm, k_norm))
+    def rotation(self, n: int) -> Rotation:
+        """The rotary embedding of a layer. Where the family has norms of queries and keys it comes
+        after them: each head by itself when a norm has D weights, all of a token together when it
+        has as many as they."""
+        q, k = (
+            self.weight(role, n) if (role, n) in self._matrices else None
+            for role in ("q_norm", "k_norm")
+        )
         return Rotation(self._inv_freq, q, k, self.config.rms_norm_eps)
 
+    def weight(self, role: str, layer: int | None = None) -> torch.Tensor:
+        """The tensor of a role: of that layer, or of the model."""
+        return self.matrix(role, layer).weight
 
-def look_ahead_bytes(config: ModelConfig, distance: int, dtype: torch.dtype) -> int:
-    """What `Decoder.look_ahead` allocates."""
-    layers = config.num_hidden_layers
-    routers = sum(min(distance, layers - 1 - n) for n in range(layers))
-    return routers * config.num_experts * config.hidden_size * dtype.itemsize
+    def matrix(self, role: str, layer: int | None = None) -> Matrix:
+        """The linear layer of a role."""
+        return self._matrices[role, layer]
+
+    def norm(self, role: str, layer: int | None = None) -> Norm:
+        """The norm of a role."""
+        return Norm(self.weight(role, layer), self.config.rms_norm_eps)

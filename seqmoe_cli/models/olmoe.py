@@ -1,9 +1,9 @@
-"""OLMoE: the layer of Qwen3-MoE. What differs is in the checkpoint: the norms of queries and keys
+"""OLMoE: the layer of Mixtral. What differs is in the checkpoint: the norms of queries and keys
 have a weight for each of their elements, so that they are normed over their full width, and the
 experts' weights stay as the softmax gives them unless the configuration wants them renormalised."""
 
 from __future__ import annotations
 
-from seqmoe_cli.models.qwen3_moe import Qwen3Moe
+from seqmoe_cli.models.mixtral import Mixtral
 
-DECODER = Qwen3Moe
+DECODER = Mixtral

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from seqmoe_weights.convert import Conversion, convert
 from seqmoe_weights.errors import SeqmoeError
-from seqmoe_weights.families import family_of
+from seqmoe_weights.families import family_of, scale_spec
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.quantize import quantize_fp8
 from seqmoe_weights.records import part_view
@@ -48,10 +48,13 @@ def check_against_source(source: Path, packed: PackedModel, quantized: bool) -> 
             assert stamp == layer * config.num_experts + expert
             for part, spec in family.expert_tensors(config, layer, expert).items():
                 found, wanted = part_view(record, packed.layout[part]), tensors[spec.name]
+                scale = tensors.get(scale_spec(spec).name)
                 if quantized:
                     wanted, scale = quantize_fp8(wanted)
-                    assert torch.equal(part_view(record, packed.layout[f"{part}_scale"]), scale)
-                assert found.dtype == (torch.float32 if part.endswith("_scale") else wanted.dtype)
+                if scale is not None:
+                    kept = part_view(record, packed.layout[f"{part}_scale"])
+                    assert torch.equal(kept, scale.float())
+                assert found.dtype == wanted.dtype
                 assert torch.equal(found.float(), wanted.float())
 
 

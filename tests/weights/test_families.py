@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, UnsupportedError
-from seqmoe_weights.families import family_of, supported_model_types
+from seqmoe_weights.families import (
+    family_of,
+    find_family,
+    read_config,
+    register,
+    scale_spec,
+    supported_model_types,
+)
 from tests.checkpoints import write_checkpoint
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -38,7 +44,7 @@ def test_the_families() -> None:
 
 
 def test_qwen3_30b_fp8_as_published() -> None:
-    config = ModelConfig.from_hf(
+    config = read_config(
         {
             "model_type": "qwen3_moe",
             "attention_bias": False,
@@ -69,15 +75,16 @@ def test_qwen3_30b_fp8_as_published() -> None:
         }
     )
     assert (config.dense_format, config.num_routed_experts) == ("FP8", 6144)
-    family = family_of({"model_type": "qwen3_moe"})
+    family = find_family("qwen3_moe")
     resident = {spec.name: spec for spec in family.resident_tensors(config)}
     assert len(resident) == 3 + 48 * 9
     assert resident["model.layers.47.self_attn.q_proj.weight"].shape == (4096, 2048)
     assert resident["model.layers.0.self_attn.k_norm.weight"].shape == (128,)
     expert = family.expert_tensors(config, 47, 127)
     assert expert["down"].name == "model.layers.47.mlp.experts.127.down_proj.weight"
-    assert expert["down_scale"].name == f"{expert['down'].name}_scale_inv"
-    assert (expert["down"].shape, expert["down_scale"].shape) == ((2048, 768), (16, 6))
+    scale = scale_spec(expert["down"])
+    assert scale.name == f"{expert['down'].name}_scale_inv"
+    assert (expert["down"].shape, scale.shape) == ((2048, 768), (16, 6))
 
 
 def test_names_of_mixtral_and_olmoe(raw: dict[str, dict[str, Any]]) -> None:
@@ -96,7 +103,7 @@ def test_names_of_mixtral_and_olmoe(raw: dict[str, dict[str, Any]]) -> None:
 
 
 def test_what_families_default_to(raw: dict[str, dict[str, Any]]) -> None:
-    read = ModelConfig.from_hf
+    read = read_config
     assert read(raw["mixtral"]).norm_topk_prob
     assert read(raw["mixtral"]).head_dim == read(raw["olmoe"]).head_dim == 32
     absent = {"num_key_value_heads": ..., "norm_topk_prob": ..., "tie_word_embeddings": ...}
@@ -163,7 +170,7 @@ def test_malformed_fields_are_named(
     raw: dict[str, dict[str, Any]], family: str, name: str, value: Any
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_hf(_changed(raw[family], {name: value}))
+        read_config(_changed(raw[family], {name: value}))
     assert "config.json" in caught.value.message
     assert name in caught.value.message
     assert len(caught.value.message) < 200
@@ -206,7 +213,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     raw: dict[str, dict[str, Any]], family: str, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        ModelConfig.from_hf(_changed(raw[family], changes))
+        read_config(_changed(raw[family], changes))
     assert named in f"{caught.value.message} {caught.value.hint}"
     assert "config.json" in caught.value.message
 
@@ -220,4 +227,6 @@ def test_one_file_is_all_that_a_family_takes(
     (tmp_path / "newmoe.py").write_text(text.replace('"olmoe"', '"newmoe"'), "utf-8")
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     assert "newmoe" in supported_model_types()
-    assert family_of({"model_type": "newmoe"}).model_type == "newmoe"
+    assert find_family("newmoe").model_type == "newmoe"
+    with pytest.raises(ValueError, match="there is a family newmoe already"):
+        register(find_family("newmoe"))

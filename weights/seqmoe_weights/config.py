@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,12 @@ class ModelConfig:
         """Routed experts of the whole model: layers times experts per layer."""
         return self.num_hidden_layers * self.num_experts
 
-    @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
-        """Read a parsed config.json; see `families/`.
+    @property
+    def query_width(self) -> int:
+        """All query heads of a token."""
+        return self.num_attention_heads * self.head_dim
 
-        Raises `CheckpointError` for a missing or ill-typed field and `UnsupportedError`, both
-        naming the field, for a value that is not implemented.
-        """
-        from seqmoe_weights.families import family_of
-
-        return family_of(config).read_config(config)
+    @property
+    def key_width(self) -> int:
+        """All key heads of a token, or all value heads."""
+        return self.num_key_value_heads * self.head_dim

@@ -12,6 +12,7 @@ import torch
 from seqmoe_weights.attachment import predictor_file, read_predictor
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
+from seqmoe_weights.families import read_config
 from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.manifest import (
@@ -176,7 +177,7 @@ def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
     """config.json as a `ModelConfig`; the manifest must agree with it."""
     layout = manifest.layout
     try:
-        config = ModelConfig.from_hf(json.loads((path / "config.json").read_text("utf-8")))
+        config = read_config(json.loads((path / "config.json").read_text("utf-8")))
         same = layout == RecordLayout.for_experts(
             config.hidden_size, config.moe_intermediate_size, layout["gate"].dtype
         )

@@ -116,8 +116,8 @@ class Packer:
     def _expert(self, layer: int, expert: int) -> dict[str, SourceTensor]:
         found: dict[str, SourceTensor] = {}
         specs = self._source.family.expert_tensors(self._config, layer, expert)
-        for part in ("gate", "up", "down"):
-            found[part], scale = self._source.resolve(specs[part])
+        for part, spec in specs.items():
+            found[part], scale = self._source.resolve(spec)
             if scale is not None:
                 found[f"{part}_scale"] = scale
         return found

@@ -1,13 +1,14 @@
 """The supported model families, one file each, named after config.json's `model_type`.
 
-A new family is one new file here with a `FAMILY`, and one in `seqmoe_cli/models/`.
+A family says how its config.json is read and, for each role that a weight has in the model, how the
+tensor is called and what shape it has. All else asks by role: conversion, memory plan, decoders.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ BLOCK = 128  # rows and columns that share one FP8 scale
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a checkpoint of the family must hold.
+    """A tensor that a checkpoint must hold, and its role; `layer` is None outside of the layers.
 
     `quantized`: an FP8 checkpoint may hold it as F8_E4M3, with `scale_spec` beside it.
     """
@@ -28,34 +29,98 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     quantized: bool = False
+    role: str = ""
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a family calls the weight of a role, and its shape.
+
+    `name` may have `{layer}` in it: then each layer has one; or `{layer}` and `{expert}`. `shape`
+    are names of fields of `ModelConfig`. `quantized`: see `TensorSpec`.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    quantized: bool = False
+
+    def spec(self, config: ModelConfig, role: str, layer: int = 0, expert: int = 0) -> TensorSpec:
+        """The tensor of one layer and expert, as far as the name speaks of them."""
+        return TensorSpec(
+            self.name.format(layer=layer, expert=expert),
+            tuple(getattr(config, dim) for dim in self.shape),
+            self.quantized,
+            role,
+            layer if self.is_of_layer else None,
+        )
+
+    @property
+    def is_of_layer(self) -> bool:
+        return "{layer}" in self.name
+
+    @property
+    def is_of_expert(self) -> bool:
+        return "{expert}" in self.name
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture spells its config and its tensors.
+    """One architecture: how it spells its config, and its weights by role.
 
-    `expert_tensors(config, layer, expert)` maps the record's parts (`gate`, `up`, `down` and, when
-    `config.dense_format` is FP8, their `*_scale`) to the tensors they are made from.
+    Roles outside of the layers are `embedding`, `final_norm` and `head`; those of an expert are
+    `gate`, `up` and `down`; for those of a layer see `_common.py`. A model with tied embeddings has
+    no `head`.
     """
 
     model_type: str
     read_config: Callable[[dict[str, Any]], ModelConfig]
-    resident_tensors: Callable[[ModelConfig], list[TensorSpec]]
-    expert_tensors: Callable[[ModelConfig, int, int], dict[str, TensorSpec]]
+    weights: Mapping[str, Weight]
+
+    def resident_tensors(self, config: ModelConfig) -> list[TensorSpec]:
+        """Every tensor that is not a routed expert."""
+        return list(self._resident_tensors(config))
+
+    def expert_tensors(self, config: ModelConfig, layer: int, expert: int) -> dict[str, TensorSpec]:
+        """The tensors of one expert, by role."""
+        return {
+            role: weight.spec(config, role, layer, expert)
+            for role, weight in self.weights.items()
+            if weight.is_of_expert
+        }
+
+    def _resident_tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
+        resident = {role: w for role, w in self.weights.items() if not w.is_of_expert}
+        if config.tie_word_embeddings:
+            del resident["head"]
+        yield from (w.spec(config, role) for role, w in resident.items() if not w.is_of_layer)
+        for layer in range(config.num_hidden_layers):
+            for role, weight in resident.items():
+                if weight.is_of_layer:
+                    yield weight.spec(config, role, layer)
+
+
+_registered: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Make a family known that is no file of this folder. Raises `ValueError` if there is one of
+    this name."""
+    if family.model_type in supported_model_types():
+        raise ValueError(f"there is a family {family.model_type} already")
+    _registered[family.model_type] = family
 
 
 def supported_model_types() -> list[str]:
     """Names of the families, sorted."""
-    names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in names if not name.startswith("_"))
+    names = {module.name for module in pkgutil.iter_modules(__path__)}
+    return sorted({name for name in names if not name.startswith("_")} | _registered.keys())
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """The family of a parsed config.json, by its `model_type`.
-
-    Raises `CheckpointError` when the field is missing, `UnsupportedError` for an unknown family.
-    """
-    model_type = Fields(config).text("model_type")
+def find_family(model_type: str) -> Family:
+    """The family of this name. Raises `UnsupportedError` when there is none."""
+    if model_type in _registered:
+        return _registered[model_type]
     if model_type not in supported_model_types():
         raise UnsupportedError(
             f"config.json: model_type {model_type!r} is not supported",
@@ -64,6 +129,23 @@ def family_of(config: dict[str, Any]) -> Family:
     family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
     assert isinstance(family, Family)
     return family
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of a parsed config.json, by its `model_type`.
+
+    Raises `CheckpointError` when the field is missing, `UnsupportedError` for an unknown family.
+    """
+    return find_family(Fields(config).text("model_type"))
+
+
+def read_config(config: dict[str, Any]) -> ModelConfig:
+    """Read a parsed config.json, of whatever family.
+
+    Raises `CheckpointError` for a missing or ill-typed field and `UnsupportedError`, both naming
+    the field, for a value that is not implemented.
+    """
+    return family_of(config).read_config(config)
 
 
 def scale_spec(weight: TensorSpec) -> TensorSpec:

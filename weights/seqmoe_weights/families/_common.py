@@ -1,13 +1,14 @@
-"""What the families share: config fields that mean the same in all of them, attention tensors."""
+"""What families share: config fields that mean the same in all of them, weights by role."""
 
 from __future__ import annotations
 
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, UnsupportedError
-from seqmoe_weights.families import TensorSpec, scale_spec
+from seqmoe_weights.families import Weight
 from seqmoe_weights.fields import Fields
 
 _MAX_COUNT = 10_000  # of layers, heads or experts: beyond it the field is nonsense
+_LAYER = "model.layers.{layer}"
 _PLAIN_FORMATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -122,53 +123,37 @@ def _dense_format(fields: Fields) -> str:
     return _PLAIN_FORMATS[dtype]
 
 
-def dense_tensors(config: ModelConfig, router: str) -> list[TensorSpec]:
-    """Everything but experts and q/k norms: embedding, attention, layer norms, router, head.
-
-    `router` is the name of its weight within a layer.
-    """
-    hidden, vocab = config.hidden_size, config.vocab_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    specs = [
-        TensorSpec("model.embed_tokens.weight", (vocab, hidden)),
-        TensorSpec("model.norm.weight", (hidden,)),
-    ]
-    if not config.tie_word_embeddings:
-        specs.append(TensorSpec("lm_head.weight", (vocab, hidden)))
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}"
-        specs += [
-            TensorSpec(f"{at}.input_layernorm.weight", (hidden,)),
-            TensorSpec(f"{at}.self_attn.q_proj.weight", (queries, hidden), quantized=True),
-            TensorSpec(f"{at}.self_attn.k_proj.weight", (keys, hidden), quantized=True),
-            TensorSpec(f"{at}.self_attn.v_proj.weight", (keys, hidden), quantized=True),
-            TensorSpec(f"{at}.self_attn.o_proj.weight", (hidden, queries), quantized=True),
-            TensorSpec(f"{at}.post_attention_layernorm.weight", (hidden,)),
-            TensorSpec(f"{at}.{router}", (config.num_experts, hidden)),
-        ]
-    return specs
-
-
-def qk_norms(config: ModelConfig, query_width: int, key_width: int) -> list[TensorSpec]:
-    """The norms of q and k in every layer, of the given widths."""
-    return [
-        TensorSpec(f"model.layers.{layer}.self_attn.{name}_norm.weight", (width,))
-        for layer in range(config.num_hidden_layers)
-        for name, width in (("q", query_width), ("k", key_width))
-    ]
-
-
-def swiglu_tensors(
-    config: ModelConfig, prefix: str, names: dict[str, str]
-) -> dict[str, TensorSpec]:
-    """The tensors of one expert at `prefix`; `names` maps gate, up, down to the family's words."""
-    hidden, inter = config.hidden_size, config.moe_intermediate_size
-    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
-    parts = {
-        part: TensorSpec(f"{prefix}.{names[part]}.weight", shape, quantized=True)
-        for part, shape in shapes.items()
+def decoder_weights(
+    *, experts: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Weight]:
+    """By role, the weights of a pre-norm decoder: grouped-query attention, then routed SwiGLU
+    experts. `experts` is what a layer calls its mixture of experts; the others are its words for
+    the three matrices of an expert."""
+    mlp = f"{_LAYER}.{experts}"
+    return {
+        "embedding": Weight("model.embed_tokens.weight", ("vocab_size", "hidden_size")),
+        "final_norm": Weight("model.norm.weight", ("hidden_size",)),
+        "head": Weight("lm_head.weight", ("vocab_size", "hidden_size")),
+        "attention_norm": Weight(f"{_LAYER}.input_layernorm.weight", ("hidden_size",)),
+        "q": _linear(f"{_LAYER}.self_attn.q_proj", "query_width", "hidden_size"),
+        "k": _linear(f"{_LAYER}.self_attn.k_proj", "key_width", "hidden_size"),
+        "v": _linear(f"{_LAYER}.self_attn.v_proj", "key_width", "hidden_size"),
+        "o": _linear(f"{_LAYER}.self_attn.o_proj", "hidden_size", "query_width"),
+        "mlp_norm": Weight(f"{_LAYER}.post_attention_layernorm.weight", ("hidden_size",)),
+        "router": Weight(f"{mlp}.gate.weight", ("num_experts", "hidden_size")),
+        "gate": _linear(f"{mlp}.experts.{{expert}}.{gate}", "moe_intermediate_size", "hidden_size"),
+        "up": _linear(f"{mlp}.experts.{{expert}}.{up}", "moe_intermediate_size", "hidden_size"),
+        "down": _linear(f"{mlp}.experts.{{expert}}.{down}", "hidden_size", "moe_intermediate_size"),
     }
-    if config.dense_format == "FP8":
-        parts |= {f"{part}_scale": scale_spec(spec) for part, spec in parts.items()}
-    return parts
+
+
+def qk_norms(query_width: str, key_width: str) -> dict[str, Weight]:
+    """By role, norms of q and k in every layer; the widths are fields of `ModelConfig`."""
+    return {
+        "q_norm": Weight(f"{_LAYER}.self_attn.q_norm.weight", (query_width,)),
+        "k_norm": Weight(f"{_LAYER}.self_attn.k_norm.weight", (key_width,)),
+    }
+
+
+def _linear(name: str, rows: str, columns: str) -> Weight:
+    return Weight(f"{name}.weight", (rows, columns), quantized=True)

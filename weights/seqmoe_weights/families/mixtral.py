@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import Family, TensorSpec
-from seqmoe_weights.families._common import (
-    dense_tensors,
-    read_decoder,
-    refuse_sliding_window,
-    swiglu_tensors,
-)
+from seqmoe_weights.families import Family
+from seqmoe_weights.families._common import decoder_weights, read_decoder, refuse_sliding_window
 from seqmoe_weights.fields import Fields
-
-_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def _read_config(config: dict[str, Any]) -> ModelConfig:
@@ -29,13 +22,8 @@ def _read_config(config: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _resident_tensors(config: ModelConfig) -> list[TensorSpec]:
-    return dense_tensors(config, router="block_sparse_moe.gate.weight")
-
-
-def _expert_tensors(config: ModelConfig, layer: int, expert: int) -> dict[str, TensorSpec]:
-    prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
-    return swiglu_tensors(config, prefix, _NAMES)
-
-
-FAMILY = Family("mixtral", _read_config, _resident_tensors, _expert_tensors)
+FAMILY = Family(
+    "mixtral",
+    _read_config,
+    decoder_weights(experts="block_sparse_moe", gate="w1", up="w3", down="w2"),
+)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import Family, TensorSpec
-from seqmoe_weights.families._common import dense_tensors, qk_norms, read_decoder, swiglu_tensors
+from seqmoe_weights.families import Family
+from seqmoe_weights.families._common import decoder_weights, qk_norms, read_decoder
 from seqmoe_weights.fields import Fields
-
-_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def _read_config(config: dict[str, Any]) -> ModelConfig:
@@ -27,13 +25,6 @@ def _read_config(config: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _resident_tensors(config: ModelConfig) -> list[TensorSpec]:
-    norms = qk_norms(config, config.head_dim, config.head_dim)
-    return dense_tensors(config, router="mlp.gate.weight") + norms
-
-
-def _expert_tensors(config: ModelConfig, layer: int, expert: int) -> dict[str, TensorSpec]:
-    return swiglu_tensors(config, f"model.layers.{layer}.mlp.experts.{expert}", _NAMES)
-
-
-FAMILY = Family("qwen3_moe", _read_config, _resident_tensors, _expert_tensors)
+FAMILY = Family(
+    "qwen3_moe", _read_config, decoder_weights(experts="mlp") | qk_norms("head_dim", "head_dim")
+)
