@@ -37,7 +37,7 @@ test: .venv/test
 	@echo "ruff check" && $(RUN) -m ruff check --quiet .
 	@echo "ruff format" && $(RUN) -m ruff format --quiet --check .
 	@echo "mypy" && $(RUN) -m mypy
-	@echo "pytest" && $(RUN) -m pytest -q -n auto --dist worksteal
+	@echo "pytest" && $(RUN) -m pytest -q -n logical --dist worksteal
 
 gpu-check:
 	@PYTHONPATH=.:kernels:weights:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py
