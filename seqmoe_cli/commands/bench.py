@@ -9,19 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from seqmoe_cli.bench.shapes import SHAPES, find_shape
-from seqmoe_cli.commands.options import (
-    DEFAULTS,
-    DeviceOption,
-    DtypeOption,
-    PrefetchByOption,
-    VerifyOption,
-    VramOption,
-    check_choice,
-    check_prefetch_by,
-    engine_options,
-    find_model,
-    flag,
-)
+from seqmoe_cli.commands import options
+from seqmoe_cli.commands.options import DEFAULTS, flag
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import POLICIES, PREFETCHES, check_range
 from seqmoe_cli.terminal.progress import progress_bars, status_line
@@ -38,14 +27,6 @@ def _list_option(*names: str, help: str) -> Any:
     return typer.Option(*names, metavar="LIST", help=f"{help}; several with commas.")
 
 
-_Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a packed model, or its name under the models folder.",
-        show_default=False,
-    ),
-]
 _Shape = Annotated[
     str | None,
     flag(
@@ -54,7 +35,11 @@ _Shape = Annotated[
 ]
 _Trace = Annotated[
     str | None,
-    flag("--trace", metavar="FILE", help="Replay recorded routing: qwen3, or a file."),
+    flag(
+        "--trace",
+        metavar="FILE",
+        help="Replay recorded routing: of a file, or qwen3.",
+    ),
 ]
 _Prompts = Annotated[
     str | None,
@@ -74,17 +59,23 @@ _Gens = Annotated[
         help="Tokens to generate, several with commas; else 128, or half the trace.",
     ),
 ]
-_Depths = Annotated[str, _list_option("-d", "--n-depth", help="Tokens of context before them")]
+_Depths = Annotated[
+    str, _list_option("-d", "--n-depth", help="Tokens of context before those timed")
+]
 _Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
 _Prefetches = Annotated[
-    str, _list_option("--prefetch", help=f"Copies before they are wanted: {', '.join(PREFETCHES)}")
+    str, _list_option("--prefetch", help=f"Copies before they are needed: {', '.join(PREFETCHES)}")
 ]
 _Policies = Annotated[
-    str, _list_option("--policy", help=f"Who leaves the pool: {', '.join(POLICIES)}")
+    str, _list_option("--policy", help=f"Eviction policies: {', '.join(POLICIES)}")
 ]
 _Predictor = Annotated[
     Path | None,
-    flag("--predictor", metavar="FILE", help="Of seqmoe train -o, instead of the model's own."),
+    flag(
+        "--predictor",
+        metavar="FILE",
+        help="A predictor to take instead of the model's own.",
+    ),
 ]
 _Repetitions = Annotated[
     int, typer.Option("-r", "--repetitions", metavar="N", help="Timed runs for each row.")
@@ -102,12 +93,12 @@ _PromptFile = Annotated[
     ),
 ]
 _NoWarmup = Annotated[
-    bool, typer.Option("--no-warmup", help="Run nothing untimed; leaves out the warm rows.")
+    bool, typer.Option("--no-warmup", help="Run nothing untimed; there are no warm rows then.")
 ]
 
 
 def bench(
-    model: _Model = None,
+    model: options.OptionalModel = None,
     shape: _Shape = None,
     trace: _Trace = None,
     prompts: _Prompts = None,
@@ -118,33 +109,34 @@ def bench(
     output: _Output = "md",
     prompt_file: _PromptFile = None,
     no_warmup: _NoWarmup = False,
-    vram: VramOption = DEFAULTS.vram_gib,
-    device: DeviceOption = DEFAULTS.device,
-    dtype: DtypeOption = DEFAULTS.dtype,
+    vram: options.VramOption = DEFAULTS.vram_gib,
+    device: options.DeviceOption = DEFAULTS.device,
+    dtype: options.DtypeOption = DEFAULTS.dtype,
     policies: _Policies = DEFAULTS.policy,
-    verify: VerifyOption = DEFAULTS.verify,
+    verify: options.VerifyOption = DEFAULTS.verify,
     prefetches: _Prefetches = DEFAULTS.prefetch,
-    prefetch_by: PrefetchByOption = DEFAULTS.prefetch_by,
+    prefetch_by: options.PrefetchByOption = DEFAULTS.prefetch_by,
     predictor: _Predictor = DEFAULTS.predictor,
 ) -> None:
     """Measure the speed of prompts (pp) and of generation (tg), with a cold and a warm pool.
 
-    Lists make the cross product. A cold row empties the pool before every run; a warm row finds in
-    it what the same tokens left there. Prompts are connected text; generation goes on from it with
-    the model's own sampling settings and a fixed seed. Sampling is inside the timed part,
-    tokenising is not.
+    Where lists are given, every combination gets a row. A cold row empties the pool before every
+    run; a warm row finds in it what the same tokens left there. Prompts are connected text;
+    generation goes on from it with the model's own sampling settings and a fixed seed. The time of
+    sampling counts, that of tokenising does not.
 
     --shape needs no model: random weights of full size are made in memory. --trace replays the
     routing of a real model: the pool starts empty, as many tokens are generated as the trace has,
     and the last -n of them are timed. A pool of all experts runs first, the others are compared
-    with it. With --prefetch, look-ahead is simulated there: a trace has no hidden states. What a
-    predictor has learned from must not be replayed. Of several policies, lru goes without full.
+    with it. A trace has no hidden states, so --prefetch then simulates look-ahead. Do not replay a
+    trace that a predictor has learned from. The policy lru is not combined with --prefetch full,
+    which needs counts.
     """
     check_range("-r", repetitions, 1, 1000)
-    check_choice("-o", output, FORMAT_NAMES)
-    check_prefetch_by(prefetch_by, _words(prefetches))
-    options = [
-        engine_options(
+    options.check_choice("-o", output, FORMAT_NAMES)
+    options.check_prefetch_by(prefetch_by, _words(prefetches))
+    engines = [
+        options.engine_options(
             pool=pool,
             vram=vram,
             device=device,
@@ -158,7 +150,7 @@ def bench(
         for pool in dict.fromkeys(pools.split(","))
         for policy, prefetch in _ways(policies, prefetches)
     ]
-    if predictor is not None and not any(option.forecasting for option in options):
+    if predictor is not None and not any(option.forecasting for option in engines):
         raise UsageError(
             f"--predictor {predictor} would not be used",
             "add --policy forecast or --prefetch full, or leave it out",
@@ -169,7 +161,7 @@ def bench(
     from seqmoe_cli.bench.session import Session
 
     source = _source(model, shape, prompt_file)
-    _run(Session.prepare(source, cases, options, repetitions, not no_warmup, routing), output)
+    _run(Session.prepare(source, cases, engines, repetitions, not no_warmup, routing), output)
 
 
 def _ways(policies: str, prefetches: str) -> list[tuple[str, str]]:
@@ -228,7 +220,7 @@ def _source(model: str | None, shape: str | None, prompt_file: Path | None) -> S
     text, name = shipped_text()
     if prompt_file is not None:
         text, name = read_text("--prompt-file", str(prompt_file)), str(prompt_file)
-    return packed_source(find_model(model or ""), text, name)
+    return packed_source(options.find_model(model or ""), text, name)
 
 
 def _run(session: Session, output: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from seqmoe_cli.commands import options
 from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import SeqmoeError, UsageError
-from seqmoe_cli.settings import EngineOptions, check_range
+from seqmoe_cli.settings import EngineOptions
 from seqmoe_cli.terminal.console import make_console
 from seqmoe_cli.terminal.progress import note
 
@@ -57,6 +57,7 @@ _ProfileFlag = Annotated[
 _PlainFlag = Annotated[bool, flag("--plain", help="No status line; text as it comes.")]
 
 
+@options.grouped
 def chat(
     model: options.ModelArgument,
     prompt: _PromptFlag = None,
@@ -68,24 +69,12 @@ def chat(
     system_file: _SystemFileFlag = None,
     predict: options.PredictOption = None,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
-    temp: options.TempOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repeat_penalty: options.RepeatOption = None,
-    presence_penalty: options.PresenceOption = None,
-    frequency_penalty: options.FrequencyOption = None,
-    seed: options.SeedOption = None,
+    sampling: options.SamplingFlags = options.SAMPLING,
     think: options.ThinkOption = "auto",
     hide_thinking: _HideFlag = False,
-    pool: options.PoolOption = options.DEFAULTS.pool.text,
-    vram: options.VramOption = options.DEFAULTS.vram_gib,
-    device: options.DeviceOption = options.DEFAULTS.device,
-    dtype: options.DtypeOption = options.DEFAULTS.dtype,
-    policy: options.PolicyOption = options.DEFAULTS.policy,
+    place: options.PlaceFlags = options.PLACE,
+    experts: options.PoolFlags = options.EXPERTS,
     verify: options.VerifyOption = options.DEFAULTS.verify,
-    prefetch: options.PrefetchOption = options.DEFAULTS.prefetch,
-    prefetch_by: options.PrefetchByOption = options.DEFAULTS.prefetch_by,
     profile: _ProfileFlag = True,
     stats: _StatsFlag = None,
     plain: _PlainFlag = False,
@@ -95,31 +84,10 @@ def chat(
     Sampling settings that are not given come from the model's generation_config.json.
     """
     from seqmoe_cli.chat.prompt import Sources, read_question
-    from seqmoe_cli.text.sampling import check_flags
 
-    sampling: dict[str, Value] = {
-        "temp": temp,
-        "top-k": top_k,
-        "top-p": top_p,
-        "min-p": min_p,
-        "repeat-penalty": repeat_penalty,
-        "presence-penalty": presence_penalty,
-        "frequency-penalty": frequency_penalty,
-        "seed": seed,
-    }
-    check_flags(sampling)
-    options.check_prefetch_by(prefetch_by, [prefetch])
-    engine = options.engine_options(
-        pool=pool,
-        vram=vram,
-        device=device,
-        dtype=dtype,
-        ctx_size=ctx_size,
-        verify=verify,
-        policy=policy,
-        prefetch=prefetch,
-        prefetch_by=prefetch_by,
-    )
+    knobs = sampling.checked()
+    options.check_prefetch_by(experts.prefetch_by, [experts.prefetch])
+    engine = place.options(ctx_size=ctx_size, verify=verify, **vars(experts))
     sources = Sources(prompt, file, messages, raw, system, system_file)
     behaviour = _behaviour(predict, think, hide_thinking, plain)
     question = read_question(sources)
@@ -127,7 +95,7 @@ def chat(
     if question.is_open and (as_json or not sys.stdout.isatty()):
         why = "--json answers once" if as_json else "standard output is not a terminal"
         raise UsageError(f"there is no prompt, and {why}", "give -p TEXT or -f FILE")
-    launch = _Launch(options.find_model(model), engine, sampling, behaviour, profile)
+    launch = _Launch(options.find_model(model), engine, knobs, behaviour, profile)
     return launch.talk(question) if question.is_open else launch.answer(question, as_json)
 
 
@@ -137,8 +105,7 @@ def _behaviour(predict: int | None, think: str, hide_thinking: bool, plain: bool
     from seqmoe_cli.chat.template import THINK_CHOICES
     from seqmoe_cli.text.sampling import Setting
 
-    if predict is not None:
-        check_range("--predict", predict, 1, options.MAX_TOKENS)
+    options.check_predict(predict)
     options.check_choice("--think", think, THINK_CHOICES)
     origin = "default" if predict is None else "flag"
     return ChatOptions(Setting(predict, origin), think, hide_thinking, plain=plain)

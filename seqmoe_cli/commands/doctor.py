@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from seqmoe_cli import paths
 from seqmoe_cli.bench.machine import driver_version
+from seqmoe_cli.commands.options import JsonOption
 from seqmoe_weights.files import readable_size as size
 from seqmoe_weights.memory import available_host_bytes
 
@@ -44,7 +45,7 @@ class Check:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check GPU, software, link speed, memory and disk.
 

@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqmoe_cli.commands.options import (
-    DEFAULTS,
-    CtxOption,
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
-    PoolOption,
-    VramOption,
-    engine_options,
-    find_model,
-)
+from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PackedModelError, PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.settings import EngineOptions
 from seqmoe_cli.terminal.progress import progress_bars
@@ -38,17 +28,15 @@ RESIDENT_REASON = "every token uses them: on the device from start to end, outsi
 RECORD_REASON = "the same on disk, in host memory and in a slot"
 
 
+@options.grouped
 def info(
-    model: ModelArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: options.ModelArgument,
+    as_json: options.JsonOption = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every file and check its hashes.")
     ] = False,
-    ctx_size: CtxOption = DEFAULTS.ctx_size,
-    pool: PoolOption = DEFAULTS.pool.text,
-    vram: VramOption = DEFAULTS.vram_gib,
-    device: DeviceOption = DEFAULTS.device,
-    dtype: DtypeOption = DEFAULTS.dtype,
+    ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
+    place: options.PlaceFlags = options.PLACE,
 ) -> None:
     """Show what is resident, what is pooled, the expert record and the memory plan.
 
@@ -56,11 +44,11 @@ def info(
     or when the plan does not fit this machine; in the last two cases the rest is printed all the
     same.
     """
-    options = engine_options(pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size)
+    settings = place.options(ctx_size=ctx_size)
     from seqmoe_cli.forecast.stored import predictor_facts
     from seqmoe_weights.packed import PackedModel
 
-    packed = PackedModel.open(find_model(model))
+    packed = PackedModel.open(options.find_model(model))
     if verify:
         _verify(packed)
     facts = model_facts(packed) | {"verified": verify}
@@ -71,7 +59,7 @@ def info(
         facts["predictor"] = {"problem": error.message}
         refusal = error
     try:
-        facts |= {"plan": plan_facts(packed, options)}
+        facts |= {"plan": plan_facts(packed, settings)}
     except ResourceError as error:
         facts |= {"plan": None}
         refusal = error
@@ -150,11 +138,11 @@ def generation_facts(folder: Path) -> Facts:
     }
 
 
-def plan_facts(packed: PackedModel, options: EngineOptions) -> Facts:
+def plan_facts(packed: PackedModel, settings: EngineOptions) -> Facts:
     """The memory plan on this machine; raises `ResourceError` when it does not fit."""
     from seqmoe_cli.engine.memory import plan_memory
 
-    plan = plan_memory(packed, options, packed.predictor is not None)
+    plan = plan_memory(packed, settings, packed.predictor is not None)
     return {
         "device": plan.device.type,
         "dtype": str(plan.dtype).removeprefix("torch."),

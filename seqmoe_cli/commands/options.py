@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,35 +41,25 @@ def flag(*names: str, help: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, help=help, metavar=metavar, show_default=False)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a packed model, or its name under the models folder.",
-        show_default=False,
-    ),
-]
-PoolOption = Annotated[
-    str,
-    typer.Option(
-        "--pool",
-        metavar="SIZE",
-        help="Device memory for experts: auto, all, 45%, 2GiB or 64slots.",
-    ),
-]
+def choice(name: str, allowed: tuple[str, ...], help: str) -> Any:
+    """A flag that takes one of some words; see `check_choice`."""
+    return typer.Option(name, metavar="|".join(allowed), help=help)
+
+
+_MODEL = typer.Argument(
+    metavar="MODEL",
+    help="Folder of a packed model, or its name under the models folder.",
+    show_default=False,
+)
+ModelArgument = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 VramOption = Annotated[
     float | None,
-    typer.Option(
-        "--vram",
-        metavar="GIB",
-        help="Device memory to plan with; all that is free if not given.",
-        show_default=False,
-    ),
+    flag("--vram", metavar="GIB", help="Device memory to plan with; default: all that is free."),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", metavar="|".join(DEVICES), help="Device.")]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", metavar="|".join(DTYPES), help="Type of the computation.")
-]
+DeviceOption = Annotated[str, choice("--device", DEVICES, "Device to compute on.")]
+DtypeOption = Annotated[str, choice("--dtype", DTYPES, "Number format of the computation.")]
 CtxOption = Annotated[
     int,
     typer.Option(
@@ -74,61 +67,18 @@ CtxOption = Annotated[
     ),
 ]
 VerifyOption = Annotated[
-    bool, flag("--verify", help="Prove on the device that every expert read is the one asked for.")
-]
-PrefetchOption = Annotated[
-    str,
-    typer.Option(
-        "--prefetch",
-        metavar="|".join(PREFETCHES),
-        help="Copy experts before they are wanted: what later routers name, or predictors too.",
-    ),
+    bool, flag("--verify", help="Check on the device that every expert read is the one asked for.")
 ]
 PrefetchByOption = Annotated[
     str,
-    typer.Option(
+    choice(
         "--prefetch-by",
-        metavar="|".join(PREFETCHERS),
-        help="Who copies ahead: the GPU beside its kernels, or a thread of the host.",
-    ),
-]
-
-PolicyOption = Annotated[
-    str,
-    typer.Option(
-        "--policy",
-        metavar="|".join(POLICIES),
-        help="Who leaves the pool: not used for longest, least often lately, or least expected.",
+        PREFETCHERS,
+        "What copies experts ahead: a kernel on the GPU, or a thread of the host.",
     ),
 ]
 PredictOption = Annotated[
     int | None, flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
-]
-TempOption = Annotated[
-    float | None, flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
-]
-TopKOption = Annotated[
-    int | None, flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
-]
-TopPOption = Annotated[
-    float | None,
-    flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
-]
-MinPOption = Annotated[
-    float | None,
-    flag("--min-p", metavar="P", help="Leave out what is rarer than this share of the likeliest."),
-]
-RepeatOption = Annotated[
-    float | None,
-    flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
-]
-PresenceOption = Annotated[
-    float | None,
-    flag("--presence-penalty", metavar="X", help="Taken off tokens of the answer; 0 is off."),
-]
-FrequencyOption = Annotated[
-    float | None,
-    flag("--frequency-penalty", metavar="X", help="The same for each time one was used."),
 ]
 SeedOption = Annotated[
     int | None, flag("--seed", metavar="N", help="Makes the choice of tokens repeatable.")
@@ -138,40 +88,160 @@ ThinkOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Where a model runs, and with how much memory for experts."""
+
+    pool: Annotated[
+        str,
+        typer.Option(
+            "--pool",
+            metavar="SIZE",
+            help="Device memory for experts: auto, all, 45%, 2GiB or 64slots.",
+        ),
+    ] = DEFAULTS.pool.text
+    vram: VramOption = DEFAULTS.vram_gib
+    device: DeviceOption = DEFAULTS.device
+    dtype: DtypeOption = DEFAULTS.dtype
+
+    def options(self, **more: Any) -> EngineOptions:
+        """These flags and `more` of them, checked; raises `UsageError` naming the flag."""
+        return engine_options(**vars(self), **more)
+
+
+@dataclass(frozen=True)
+class PoolFlags:
+    """Which experts leave the pool, and which are copied into it beforehand."""
+
+    policy: Annotated[
+        str,
+        choice(
+            "--policy",
+            POLICIES,
+            "Eviction policy: the expert unused for longest, used least often lately, or least "
+            "expected to be used leaves the pool.",
+        ),
+    ] = DEFAULTS.policy
+    prefetch: Annotated[
+        str,
+        choice(
+            "--prefetch",
+            PREFETCHES,
+            "Copy experts before they are needed: those that the routers of later layers name, or "
+            "with full those that a predictor expects, too.",
+        ),
+    ] = DEFAULTS.prefetch
+    prefetch_by: PrefetchByOption = DEFAULTS.prefetch_by
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen; None where the model's own setting is to be taken."""
+
+    temp: Annotated[
+        float | None, flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
+    ] = None
+    top_k: Annotated[
+        int | None, flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        flag(
+            "--min-p",
+            metavar="P",
+            help="Leave out tokens less likely than this share of the likeliest.",
+        ),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        flag(
+            "--presence-penalty",
+            metavar="X",
+            help="Subtract from the score of tokens in the answer; 0 is off.",
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        flag(
+            "--frequency-penalty",
+            metavar="X",
+            help="The same for each time that a token was used; 0 is off.",
+        ),
+    ] = None
+    seed: SeedOption = None
+
+    def checked(self) -> dict[str, int | float | None]:
+        """By the names of the knobs; raises `UsageError` for one that is out of range."""
+        from seqmoe_cli.text.sampling import check_flags
+
+        values = {name.replace("_", "-"): value for name, value in vars(self).items()}
+        check_flags(values)
+        return values
+
+
+PLACE, EXPERTS, SAMPLING = PlaceFlags(), PoolFlags(), SamplingFlags()
+"""The groups when no flag of them is given."""
+_GROUPS = (PlaceFlags, PoolFlags, SamplingFlags)
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that gets flags in groups, as typer wants it: a parameter that is one of `_GROUPS`
+    becomes the flags of that group, in its place."""
+    signature = inspect.signature(command, eval_str=True)
+    wanted = {p.name: p.annotation for p in signature.parameters.values()}
+    flags: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.annotation in _GROUPS:
+            flags += inspect.signature(parameter.annotation, eval_str=True).parameters.values()
+        else:
+            flags.append(parameter)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        for name, group in wanted.items():
+            if group in _GROUPS:
+                values[name] = group(
+                    **{field.name: values.pop(field.name) for field in fields(group)}
+                )
+        return command(**values)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    ordered = [flag.replace(kind=keyword) for flag in flags]
+    run.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    return run
+
+
 def engine_options(
-    *,
-    pool: str = DEFAULTS.pool.text,
-    vram: float | None = DEFAULTS.vram_gib,
-    device: str = DEFAULTS.device,
-    dtype: str = DEFAULTS.dtype,
-    ctx_size: int = DEFAULTS.ctx_size,
-    verify: bool = DEFAULTS.verify,
-    policy: str = DEFAULTS.policy,
-    prefetch: str = DEFAULTS.prefetch,
-    prefetch_by: str = DEFAULTS.prefetch_by,
-    predictor: Path | None = DEFAULTS.predictor,
+    *, pool: str, vram: float | None = DEFAULTS.vram_gib, **more: Any
 ) -> EngineOptions:
-    """Check the flags of a command line; raises `UsageError` naming the flag."""
-    check_choice("--device", device, DEVICES)
-    check_choice("--dtype", dtype, DTYPES)
-    check_choice("--policy", policy, POLICIES)
-    check_choice("--prefetch", prefetch, PREFETCHES)
-    check_choice("--prefetch-by", prefetch_by, PREFETCHERS)
-    check_range("--ctx-size", ctx_size, 1, MAX_TOKENS)
+    """The fields of `EngineOptions` as typed; raises `UsageError` naming the flag."""
+    options = EngineOptions(PoolSize.parse(pool), vram_gib=vram, **more)
+    check_choice("--device", options.device, DEVICES)
+    check_choice("--dtype", options.dtype, DTYPES)
+    check_choice("--policy", options.policy, POLICIES)
+    check_choice("--prefetch", options.prefetch, PREFETCHES)
+    check_choice("--prefetch-by", options.prefetch_by, PREFETCHERS)
+    check_range("--ctx-size", options.ctx_size, 1, MAX_TOKENS)
     if vram is not None:
         check_range("--vram", vram, 0.001, 100_000)
-    if prefetch == "full" and policy == "lru":
+    if options.prefetch == "full" and options.policy == "lru":
         raise UsageError(
-            "--prefetch full lives on counts of uses, and the policy lru counts none",
+            "--prefetch full needs counts of uses, and the policy lru counts none",
             "add --policy decayed or --policy forecast",
         )
-    size = PoolSize.parse(pool)
-    placed = (size, device, dtype, ctx_size, vram, verify)
-    return EngineOptions(*placed, policy, prefetch, prefetch_by, predictor)
+    return options
 
 
 def check_prefetch_by(prefetch_by: str, prefetches: Sequence[str]) -> None:
-    """Raise `UsageError` when it says who copies ahead, and nobody does."""
+    """Raise `UsageError` when it says what copies ahead, and nothing is copied ahead."""
     if prefetch_by != DEFAULTS.prefetch_by and all(kind == "off" for kind in prefetches):
         raise UsageError(
             f"--prefetch-by {prefetch_by} would do nothing: nothing is prefetched",
@@ -191,6 +261,12 @@ def check_output(flag: str, path: Path) -> None:
         raise SeqmoeError(f"{flag} {path} is no file", "give the name of a file")
     if not os.access(path.parent, os.W_OK):
         raise SeqmoeError(f"{flag} {path}: nothing can be written there", "choose another folder")
+
+
+def check_predict(predict: int | None) -> None:
+    """Raise `UsageError` for a -n that is out of range."""
+    if predict is not None:
+        check_range("--predict", predict, 1, MAX_TOKENS)
 
 
 def check_hidden(rank: int, packed: PackedModel) -> None:

@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqmoe_cli.commands.options import (
-    DEFAULTS,
-    CtxOption,
-    DeviceOption,
-    DtypeOption,
-    ModelArgument,
-    PoolOption,
-    VerifyOption,
-    VramOption,
-    engine_options,
-    find_model,
-    opened_engine,
-)
+from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PromptError, UsageError
 from seqmoe_cli.terminal.progress import note, status_line
 
@@ -29,19 +17,16 @@ if TYPE_CHECKING:
     from seqmoe_cli.engine.engine import Engine
 
 
+@options.grouped
 def perplexity(
-    model: ModelArgument,
+    model: options.ModelArgument,
     file: Annotated[
-        Path,
-        typer.Option("--file", metavar="FILE", help="UTF-8 text, taken byte for byte."),
+        Path, typer.Option("--file", metavar="FILE", help="UTF-8 text, taken byte for byte.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    ctx_size: CtxOption = DEFAULTS.ctx_size,
-    pool: PoolOption = DEFAULTS.pool.text,
-    vram: VramOption = DEFAULTS.vram_gib,
-    device: DeviceOption = DEFAULTS.device,
-    dtype: DtypeOption = DEFAULTS.dtype,
-    verify: VerifyOption = DEFAULTS.verify,
+    as_json: options.JsonOption = False,
+    ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
+    place: options.PlaceFlags = options.PLACE,
+    verify: options.VerifyOption = options.DEFAULTS.verify,
 ) -> None:
     """Measure how well a model predicts a text.
 
@@ -52,14 +37,12 @@ def perplexity(
     """
     if ctx_size < 2:
         raise UsageError(f"--ctx-size {ctx_size} leaves nothing to predict", "use 2 or more")
-    options = engine_options(
-        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size, verify=verify
-    )
+    settings = place.options(ctx_size=ctx_size, verify=verify)
     from seqmoe_cli.bench.perplexity import score
     from seqmoe_cli.text.files import read_text
 
     text = read_text("--file", str(file))
-    folder = find_model(model)
+    folder = options.find_model(model)
     from seqmoe_cli.text.tokenizer import Tokenizer
 
     ids = Tokenizer.open(folder).encode(text)
@@ -68,7 +51,7 @@ def perplexity(
             f"{file} is too short: {len(ids)} token{'' if len(ids) == 1 else 's'}",
             "at least 2 are needed: the first one is given, the others are predicted",
         )
-    with opened_engine(folder, options) as engine, status_line() as tell:
+    with options.opened_engine(folder, settings) as engine, status_line() as tell:
         result = score(engine, ids, lambda done, total: tell(f"{done:,} of {total:,} tokens"))
         facts = _facts(result, engine)
     if as_json:

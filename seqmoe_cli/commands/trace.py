@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,8 @@ from seqmoe_cli.commands.options import flag
 from seqmoe_cli.settings import check_range
 from seqmoe_cli.terminal.progress import note, status_line
 
-if TYPE_CHECKING:
-    from seqmoe_cli.text.sampling import Value
 
-
+@options.grouped
 def trace(
     model: options.ModelArgument,
     prompts: Annotated[
@@ -34,19 +32,9 @@ def trace(
     ] = None,
     weights: Annotated[bool, flag("--weights", help="Keep the routing weights.")] = False,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
-    temp: options.TempOption = None,
-    top_k: options.TopKOption = None,
-    top_p: options.TopPOption = None,
-    min_p: options.MinPOption = None,
-    repeat_penalty: options.RepeatOption = None,
-    presence_penalty: options.PresenceOption = None,
-    frequency_penalty: options.FrequencyOption = None,
-    seed: options.SeedOption = 0,
+    sampling: options.SamplingFlags = options.SAMPLING,
     think: options.ThinkOption = "auto",
-    pool: options.PoolOption = options.DEFAULTS.pool.text,
-    vram: options.VramOption = options.DEFAULTS.vram_gib,
-    device: options.DeviceOption = options.DEFAULTS.device,
-    dtype: options.DtypeOption = options.DEFAULTS.dtype,
+    place: options.PlaceFlags = options.PLACE,
 ) -> None:
     """Record which experts a model uses while it answers.
 
@@ -60,29 +48,16 @@ def trace(
     from seqmoe_cli.chat.recording import Interview
     from seqmoe_cli.chat.template import THINK_CHOICES, ChatTemplate
     from seqmoe_cli.forecast.recorder import TraceRecorder
-    from seqmoe_cli.text.sampling import SamplingSettings, check_flags, checkpoint_settings
+    from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
     from seqmoe_weights.packed import PackedModel
 
-    sampling: dict[str, Value] = {
-        "temp": temp,
-        "top-k": top_k,
-        "top-p": top_p,
-        "min-p": min_p,
-        "repeat-penalty": repeat_penalty,
-        "presence-penalty": presence_penalty,
-        "frequency-penalty": frequency_penalty,
-        "seed": seed,
-    }
-    check_flags(sampling)
-    if predict is not None:
-        check_range("--predict", predict, 1, options.MAX_TOKENS)
+    knobs = sampling.checked()
+    options.check_predict(predict)
     if hidden is not None:
         check_range("--hidden", hidden, 1, 2**16)
     options.check_choice("--think", think, THINK_CHOICES)
-    settings = options.engine_options(
-        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
-    )
+    settings = place.options(ctx_size=ctx_size)
     conversations = read_prompts("--prompts", prompts)
     options.check_output("-o", output)
     folder = options.find_model(model)
@@ -92,7 +67,7 @@ def trace(
     interview = Interview(
         ChatTemplate.open(folder),
         Tokenizer.open(folder),
-        SamplingSettings(sampling, checkpoint_settings(folder)).params,
+        SamplingSettings({"seed": 0} | knobs, checkpoint_settings(folder)).params,
         min(ctx_size, config.max_position_embeddings),
         think,
         predict,

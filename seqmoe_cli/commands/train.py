@@ -25,28 +25,22 @@ if TYPE_CHECKING:
     from seqmoe_cli.forecast.training import Plan, Progress
     from seqmoe_weights.packed import PackedModel
 
-_Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a packed model, or its name under the models folder.",
-        show_default=False,
-    ),
-]
 _Traces = Annotated[
     list[str] | None,
     flag("--trace", metavar="FILE", help="Learn from this trace; may be given several times."),
 ]
 _Tokens = Annotated[
-    int, typer.Option("--tokens", metavar="N", help="Tokens of its own text, without --trace.")
+    int,
+    typer.Option("--tokens", metavar="N", help="Tokens to write, without --trace."),
 ]
 _Minutes = Annotated[
-    float, typer.Option("--minutes", metavar="M", help="Most minutes of training itself.")
+    float, typer.Option("--minutes", metavar="M", help="Most minutes of training.")
 ]
 _Passes = Annotated[int, typer.Option("--passes", metavar="N", help="Most passes over the tokens.")]
-_Width = Annotated[int, typer.Option("--width", metavar="D", help="Of the recurrent blocks.")]
+_Width = Annotated[int, typer.Option("--width", metavar="D", help="Width of the recurrent blocks.")]
 _Hidden = Annotated[
-    int, typer.Option("--hidden", metavar="R", help="Dimensions of hidden states to look at.")
+    int,
+    typer.Option("--hidden", metavar="R", help="Dimensions of hidden states to learn from."),
 ]
 _Checkpoint = Annotated[
     Path | None,
@@ -57,10 +51,12 @@ _Checkpoint = Annotated[
     ),
 ]
 _Record = Annotated[
-    Path | None, flag("--record", metavar="OUT", help="Keep the trace of its own text.")
+    Path | None,
+    flag("--record", metavar="OUT", help="Keep the trace of what the model wrote."),
 ]
 _HeldOut = Annotated[
-    Path | None, flag("--held-out", metavar="OUT", help="Keep the trace that is only judged.")
+    Path | None,
+    flag("--held-out", metavar="OUT", help="Keep the trace that is held out."),
 ]
 _Output = Annotated[
     Path | None,
@@ -68,8 +64,9 @@ _Output = Annotated[
 ]
 
 
+@options.grouped
 def train(
-    model: _Model = None,
+    model: options.OptionalModel = None,
     trace: _Traces = None,
     tokens: _Tokens = 200_000,
     minutes: _Minutes = 10.0,
@@ -80,23 +77,19 @@ def train(
     record: _Record = None,
     held_out: _HeldOut = None,
     output: _Output = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: options.JsonOption = False,
     ctx_size: options.CtxOption = 2048,
     seed: options.SeedOption = 0,
-    pool: options.PoolOption = options.DEFAULTS.pool.text,
-    vram: options.VramOption = options.DEFAULTS.vram_gib,
-    device: options.DeviceOption = options.DEFAULTS.device,
-    dtype: options.DtypeOption = options.DEFAULTS.dtype,
+    place: options.PlaceFlags = options.PLACE,
 ) -> None:
     """Train the predictor of a model: which experts the next tokens will use.
 
-    MODEL writes conversations, answers and questions, and its routing is recorded; or traces are
-    given. A tenth of the conversations is held out: the tables show what share of their routing is
-    foreseen, beside what counting alone can do. The predictor is stored in MODEL.
+    MODEL writes conversations, both questions and answers, and its routing is recorded; or traces
+    are given. A tenth of the conversations is held out. The tables show what share of their routing
+    the predictor names beforehand, beside what counting alone can do. The predictor is stored in
+    MODEL.
     """
-    settings = options.engine_options(
-        pool=pool, vram=vram, device=device, dtype=dtype, ctx_size=ctx_size
-    )
+    settings = place.options(ctx_size=ctx_size)
     check_range("--tokens", tokens, 1000, options.MAX_TOKENS)
     check_range("--minutes", minutes, 0.01, 10_000)
     check_range("--passes", passes, 1, 10_000)
@@ -114,7 +107,7 @@ def train(
     from seqmoe_cli.forecast.corpus import divide
 
     packed = _open(model)
-    place = choose_placement(settings).device
+    device = choose_placement(settings).device
     if trace:
         whole = _traces(trace, hidden)
     else:
@@ -124,8 +117,8 @@ def train(
     learned, judged = divide(whole)
     if held_out:
         judged.save(held_out)
-    predictor = _new_predictor(packed, whole, width, place)
-    plan = _plan(minutes, passes, seed or 0, place)
+    predictor = _new_predictor(packed, whole, width, device)
+    plan = _plan(minutes, passes, seed or 0, device)
     predictor, done = _train(predictor, packed, (learned, judged), plan, checkpoint)
     facts: dict[str, Any] = {
         "model": packed.name if packed else whole.model,
