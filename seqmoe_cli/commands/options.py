@@ -118,8 +118,8 @@ class PoolFlags:
         choice(
             "--policy",
             POLICIES,
-            "Eviction policy: the expert unused for longest, used least often lately, or least "
-            "expected to be used leaves the pool.",
+            "Eviction policy: evict the expert unused for longest (lru), used least often lately "
+            "(decayed), or least expected to be used (forecast).",
         ),
     ] = DEFAULTS.policy
     prefetch: Annotated[
@@ -127,8 +127,8 @@ class PoolFlags:
         choice(
             "--prefetch",
             PREFETCHES,
-            "Copy experts before they are needed: those that the routers of later layers name, or "
-            "with full those that a predictor expects, too.",
+            "Copy experts before they are needed: those that the routers of later layers name "
+            "(lookahead), and those that a predictor expects (full).",
         ),
     ] = DEFAULTS.prefetch
     prefetch_by: PrefetchByOption = DEFAULTS.prefetch_by

@@ -1,4 +1,4 @@
-"""Puts the program's own help texts into README.md: `python -m tools.readme_help`.
+"""Puts the program's own help texts into docs/commands.md: `python -m tools.commands_page`.
 
 A block that starts with `$ seqmoe ... --help` gets what that command prints, at 80 columns.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from seqmoe_cli.main import main
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _BLOCK = re.compile(r"^```\n\$ (seqmoe [^\n]*--help)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def fill(readme: str) -> str:
-    """`readme` with every help block renewed."""
-    return _BLOCK.sub(lambda block: f"```\n$ {block[1]}\n{help_text(block[1])}```", readme)
+def fill(page: str) -> str:
+    """`page` with every help block renewed."""
+    return _BLOCK.sub(lambda block: f"```\n$ {block[1]}\n{help_text(block[1])}```", page)
 
 
 def help_text(command: str) -> str:
@@ -32,4 +32,4 @@ def help_text(command: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(fill(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
