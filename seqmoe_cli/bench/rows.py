@@ -1,5 +1,5 @@
 """One row of results: a flat object with llama-bench's key names, what an expert pool adds, and
-where the time goes. The README says what each key means. Imports no torch."""
+where the time goes. docs/performance.md says what each key means. Imports no torch."""
 
 from __future__ import annotations
 
