@@ -110,7 +110,7 @@ class Conversations:
         del self.history[-1:]
 
     def leave(self) -> None:
-        """Close the stream of an answer as somebody does who has enough of it."""
+        """Close the stream of an answer before its end."""
         prompt = self._expected_prompt("Go on.", 0)
         if len(prompt) < self.engine.ctx_size:
             held, number = list(self.engine.token_ids), self.random.randint(0, 20)
@@ -120,7 +120,7 @@ class Conversations:
             stream.close()
             if number:
                 self._check_state()
-            else:  # a stream that nobody has begun
+            else:  # a stream that was not begun
                 require(self.engine.token_ids == held, "a stream changed the state unasked")
 
     def change_settings(self) -> None:
@@ -218,7 +218,7 @@ class Conversations:
             began = bool(engine.given) or engine.ended != "interrupted"
             said = Said(user, answer) if began else replaced
             dropped = len(self.history) + (said is not None) - len(self.session.exchanges)
-            require(dropped >= 0, "an exchange that nobody made")
+            require(dropped >= 0, "an exchange that was not made")
             require(
                 engine.asked == self._expected_prompt(user, dropped),
                 "the prompt is not that of the history",
@@ -236,7 +236,7 @@ class Conversations:
         said = [*(engine.asked or ()), *engine.given]
         held = engine.token_ids
         self.counts["tokens"] += len(engine.given)
-        require(held == said[: len(held)], "the KV state holds what nobody said")
+        require(held == said[: len(held)], "the KV state holds what was not said")
         if engine.given:
             require(len(held) >= len(said) - 1, f"the KV state holds {len(held)} of {len(said)}")
 

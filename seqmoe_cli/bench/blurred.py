@@ -32,7 +32,7 @@ def blurred_names(
     Of the experts that an event uses, a share `recall` is named; what is named from afar is named
     from nearer too. Wrong names are drawn evenly from the experts of its layer that an LRU pool of
     `num_slots` would not hold, as many as make the precision right at that pool's rate of misses in
-    the tokens around. The engine leaves out who is resident. Absent names come first, in the order
+    the tokens around. The engine leaves out resident experts. Absent names come first, in the order
     of the trace.
     """
     rng = np.random.default_rng(seed)
@@ -63,8 +63,8 @@ def blurred_uses(
     seed: int = 1,
 ) -> NDArray[np.float32]:
     """What is expected of each step, [steps, N], from `experts` [steps, L, K]: the precision for
-    who is named, else 0. Named are a share `recall` of what an LRU pool of `num_slots` would miss,
-    drawn without regard to look-ahead, and others that it does not hold."""
+    experts that are named, else 0. Named are a share `recall` of what an LRU pool of `num_slots`
+    would miss, drawn without regard to look-ahead, and others that it does not hold."""
     rng, (recall, precision) = np.random.default_rng(seed), accuracy
     steps, layers, _ = experts.shape
     absent = _absent(experts, num_experts, num_slots)
@@ -79,7 +79,7 @@ def blurred_uses(
 
 
 def _absent(experts: NDArray[np.integer], num_experts: int, num_slots: int) -> NDArray[np.bool_]:
-    """Who is not in an LRU pool when an event comes: [steps, L, E]."""
+    """The experts that are not in an LRU pool when an event comes: [steps, L, E]."""
     steps, layers, _ = experts.shape
     out = np.empty((steps, layers, num_experts), bool)
     pool: OrderedDict[int, None] = OrderedDict()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 _MEMORY_BYTES, _LINK_BYTES = 2**31, 2**28  # of one copy; far beyond the L2 cache
-_COPIES = 7
+COPIES = 7
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Ceilings:
         host = records.view(-1)[:_LINK_BYTES]
         return cls(
             copy_gb_per_s=copy_gb_per_s(min(_MEMORY_BYTES, free // 4), device),
-            link_gb_per_s=_gb_per_s(torch.empty_like(host, device=device), host),
+            link_gb_per_s=gb_per_s(torch.empty_like(host, device=device), host),
         )
 
 
 def copy_gb_per_s(num_bytes: int, device: torch.device) -> float:
     """Of copies of `num_bytes` within the device's memory, bytes read plus bytes written."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    return 2 * _gb_per_s(torch.empty_like(source), source)
+    return 2 * gb_per_s(torch.empty_like(source), source)
 
 
-def _gb_per_s(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes copied per second, by the device's clock."""
+def gb_per_s(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Of copies from one tensor into another, by the device's clock: the median of several."""
     times: list[float] = []
-    for _ in range(_COPIES):
+    for _ in range(COPIES):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         target.copy_(source, non_blocking=True)

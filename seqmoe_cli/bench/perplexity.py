@@ -20,27 +20,15 @@ MAX_NLL = 700.0  # of a token; exp of it is still a float
 @dataclass(frozen=True)
 class Score:
     """`tokens` predicted, the mean of their negative natural log-likelihoods, and what the pool
-    did meanwhile."""
+    did meanwhile; a window asks once for each expert of a layer."""
 
     tokens: int
     nll_per_token: float
-    hits: int
-    misses: int
-    fetched_bytes: int
-    elapsed_s: float
+    spent: StepStats
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.nll_per_token)
-
-    @property
-    def hit_rate(self) -> float:
-        """hits / (hits + misses), from 0 to 1; a window asks once for each expert of a layer."""
-        return self.hits / (self.hits + self.misses)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.elapsed_s
 
 
 def windows(num_tokens: int, size: int) -> list[range]:
@@ -75,17 +63,10 @@ def score(engine: Engine, ids: Sequence[int], progress: Callable[[int, int], Non
         engine.pool.counters(),
         engine.plan.record_bytes,
         "prefill",
-        len(ids),
+        len(ids) - 1,
         time.perf_counter() - start,
     )
-    return Score(
-        tokens=len(ids) - 1,
-        nll_per_token=mean,
-        hits=spent.hits,
-        misses=spent.misses,
-        fetched_bytes=spent.fetched_bytes,
-        elapsed_s=spent.elapsed_s,
-    )
+    return Score(len(ids) - 1, mean, spent)
 
 
 def _nll(

@@ -111,9 +111,11 @@ class Session:
                 predictor = _predictor(source, option, routing)
             setup = Setup(option, plan, predictor if plan.forecasts else None)
             setups.setdefault(setup.key, setup)
-        if predictor is None and any(option.predictor for option in options):
+        given = next((option.predictor for option in options if option.predictor), None)
+        if given is not None and predictor is None:
             raise SeqmoeError(
-                "--predictor would not be used: the pools hold all experts", "give a smaller --pool"
+                f"--predictor {given} would not be used",
+                "add --policy forecast or --prefetch full, and give a --pool of less than all",
             )
         ordered = sorted(setups.values(), key=lambda setup: setup.plan.has_victims)
         return cls(source, cases, ordered, repetitions, warmup, routing)
@@ -211,8 +213,8 @@ class Session:
 
 
 def _is_simulated(source: Source, options: EngineOptions, routing: RecordedRouting | None) -> bool:
-    """A trace over random weights, which have no predictor, foretells itself; the prefetch can live
-    on that, but no policy."""
+    """A trace over random weights, which have no predictor, can tell its own future; that is enough
+    for prefetch, but not for a policy."""
     has_none = source.folder is None and options.predictor is None
     return has_none and routing is not None and options.policy != "forecast"
 

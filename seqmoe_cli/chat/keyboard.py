@@ -7,35 +7,33 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from types import FrameType, TracebackType
 
 
 class Interrupts:
-    """While it is entered, SIGINT only sets a flag; `clear` forgets it."""
+    """Whether Ctrl-C was pressed since the last `clear`."""
 
     def __init__(self) -> None:
         self._pressed = False
 
-    def __enter__(self) -> Interrupts:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
     def pressed(self) -> bool:
         return self._pressed
+
+    def set(self, number: int = 0, frame: object = None) -> None:
+        self._pressed = True
 
     def clear(self) -> None:
         self._pressed = False
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._pressed = True
+
+@contextlib.contextmanager
+def polled_interrupts() -> Iterator[Interrupts]:
+    """Inside, SIGINT does nothing but set a flag."""
+    interrupts = Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts.set)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.keyboard import Interrupts
+from seqmoe_cli.chat.keyboard import polled_interrupts
 from seqmoe_cli.chat.options import ChatOptions
 from seqmoe_cli.chat.session import Prompt
 from seqmoe_cli.chat.stream import AnswerView
@@ -49,7 +49,7 @@ def answer_once(engine: Engine, tokenizer: Tokenizer, request: OneShot) -> int:
     answer = AnswerStream(engine, tokenizer, request.prompt, request.raw)
     failure: SeqmoeError | None = None
     out = OneShotOutput(sys.stdout)
-    with Interrupts() as interrupts:
+    with polled_interrupts() as interrupts:
         try:
             with _notes(request) as notes:
                 _stream(answer, request, out, notes, interrupts.pressed)

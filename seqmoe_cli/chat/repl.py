@@ -17,7 +17,7 @@ from prompt_toolkit.styles import Style
 
 from seqmoe_cli import paths
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.keyboard import Interrupts
+from seqmoe_cli.chat.keyboard import polled_interrupts
 from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.status import idle_line
 
@@ -29,7 +29,7 @@ def run_repl(chat: Chat) -> int:
     """Talk until the user leaves; returns the exit code."""
     session = _prompt_session(chat)
     _greet(chat)
-    with Interrupts() as interrupts:
+    with polled_interrupts() as interrupts:
         chat.interrupted = interrupts.pressed
         while not chat.leaving:
             try:

@@ -150,11 +150,6 @@ def bench(
         for pool in dict.fromkeys(pools.split(","))
         for policy, prefetch in _ways(policies, prefetches)
     ]
-    if predictor is not None and not any(option.forecasting for option in engines):
-        raise UsageError(
-            f"--predictor {predictor} would not be used",
-            "add --policy forecast or --prefetch full, or leave it out",
-        )
     _check_source(model, shape, prompt_file)
     routing, cases = _routing_and_cases(trace, prompts, gens, depths)
 

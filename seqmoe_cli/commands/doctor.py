@@ -9,9 +9,7 @@ import json
 import os
 import resource
 import shutil
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -145,23 +143,17 @@ def _check_link() -> Iterator[Check]:
         return
     import torch
 
+    from seqmoe_cli.bench.ceilings import COPIES, gb_per_s
+
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    times_s = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - start)
-    gb_per_s = LINK_BYTES / statistics.median(times_s[1:]) / 1e9  # the first copy warms up
-    slow = gb_per_s < SLOW_LINK_GB_S
+    rate = gb_per_s(torch.empty_like(source, device="cuda"), source)
+    slow = rate < SLOW_LINK_GB_S
     yield Check(
         "link",
         "warning" if slow else "ok",
-        f"{gb_per_s:.1f} GB/s from pinned memory (median of 5 copies of {size(LINK_BYTES)})",
+        f"{rate:.1f} GB/s from pinned memory (median of {COPIES} copies of {size(LINK_BYTES)})",
         "slower than 16 lanes of PCIe 3: does the card have all its lanes?" if slow else "",
-        {"gb_per_s": gb_per_s},
+        {"gb_per_s": rate},
     )
 
 

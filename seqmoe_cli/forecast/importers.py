@@ -33,7 +33,7 @@ def read_route_csv(path: Path) -> Trace:
     n_expert=... n_expert_used=...` gives the shape.
 
     A turn becomes a sequence. Prompt tokens that lack layers are left out: some recorders skip the
-    last layer where nobody reads its result. Raises `TraceError` for anything else.
+    last layer where its result is not used. Raises `TraceError` for anything else.
     """
     try:
         with unpacked(path) as file:

@@ -25,8 +25,8 @@ _BACK = 64  # an expert that so many steps did not use is rare
 
 @dataclass(frozen=True)
 class Missing:
-    """What LRU misses at a size of the pool: `absent` [T, L, E] says who had no slot when its layer
-    began, `counted` [T] is false until the pool is full."""
+    """What LRU misses at a size of the pool: `absent` [T, L, E] marks the experts that had no slot
+    when their layer began, `counted` [T] is false until the pool is full."""
 
     percent: int
     absent: NDArray[np.bool_]

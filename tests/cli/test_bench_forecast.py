@@ -88,10 +88,14 @@ def test_prefetch_stays_on_whatever_the_switch_would_say(
         (["--policy", "lru", "--prefetch", "full"], 2, ["--prefetch full", "add --policy decayed"]),
         (
             ["--predictor", "p", "--policy", "lru,decayed"],
-            2,
+            1,
             ["--predictor p", "--policy forecast"],
         ),
-        (["--pool", "all", "--policy", "forecast", "--predictor", "p"], 1, ["smaller --pool"]),
+        (
+            ["--pool", "all", "--policy", "forecast", "--predictor", "p"],
+            1,
+            ["less than all"],
+        ),
         (["--policy", "lru, fifo"], 2, ["--policy 'fifo'", "use auto, lru, decayed or forecast"]),
         (["--policy", "forecast", "--predictor", "nowhere"], 1, ["cannot read nowhere"]),
     ],
