@@ -1,38 +1,60 @@
-"""docs/architecture.md against the code: the files it names, the record it lays out."""
+"""The pages against the code: the files they name, the links between them, the record laid out, the
+folders that have a line."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from seqmoe_weights.layout import RecordLayout
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "tools/simulator/README.md"]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def test_every_file_that_is_named_exists() -> None:
-    names = set(re.findall(r"`([\w./]+(?:\.py|\.md|/))`", TEXT)) - {"kernels/", "weights/"}
-    made_up = {name for name in names if "acme_moe" in name}
-    assert len(made_up) == 2
-    places = (ROOT, ROOT / "seqmoe_cli")
-    missing = {name for name in names - made_up if not any((p / name).exists() for p in places)}
-    assert not missing
-    assert all((ROOT / name).parent.is_dir() for name in made_up)
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get on a web page of the repository."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text("utf-8"))
+    for path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@by_page
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    """By its path in the repository, in `seqmoe_cli` or beside the page; `acme_moe` is the family
+    that architecture.md makes up."""
+    names = set(re.findall(r"`([\w./]+/[\w.]*|[\w./]+\.py)`", page.read_text("utf-8")))
+    real = {name for name in names if "acme" not in name}
+    places = (ROOT, ROOT / "seqmoe_cli", page.parent)
+    assert not {name for name in real if not any((p / name).exists() for p in places)}
+    assert all((ROOT / name).parent.is_dir() for name in names - real if "/" in name)
 
 
 def test_every_package_has_a_line() -> None:
-    folders = {path.parent for path in ROOT.glob("*/*/__init__.py")} - {ROOT / "tools"}
-    product = {f.relative_to(ROOT).as_posix() for f in folders if f.parts[-2] != "tools"}
-    product = {name for name in product if "seqmoe" in name}
-    assert len(product) >= 8
-    assert not {name for name in product if f"| `{name}/` |" not in TEXT}
+    tops = ("seqmoe_cli", "kernels/seqmoe_kernels", "weights/seqmoe_weights")
+    folders = {path.parent for top in tops for path in (ROOT / top).rglob("*/__init__.py")}
+    names = {folder.relative_to(ROOT).as_posix() for folder in folders}
+    assert len(names) >= 18
+    assert not {name for name in names if f"| `{name}/` |" not in ARCHITECTURE}
 
 
 def test_the_record_that_is_laid_out_is_the_real_one() -> None:
     layout = RecordLayout.for_experts(2048, 768, "F8_E4M3")
-    rows = re.findall(r"\| `(\w+)` \| (\w+) \| (?:.*= )?([\dx ]+) \| (\d+) \| (\d+) \|", TEXT)
-    assert rows == [
+    row = r"\| `(\w+)` \| (\w+) \| (?:.*= )?([\dx ]+) \| (\d+) \| (\d+) \|"
+    assert re.findall(row, ARCHITECTURE) == [
         (
             part.name,
             part.dtype,
@@ -42,4 +64,4 @@ def test_the_record_that_is_laid_out_is_the_real_one() -> None:
         )
         for part in layout.parts
     ]
-    assert f"| record | | | | {layout.record_bytes} |" in TEXT
+    assert f"| record | | | | {layout.record_bytes} |" in ARCHITECTURE
