@@ -91,12 +91,12 @@ def test_a_thread_is_waited_for_where_that_is_sooner_than_a_fetch() -> None:
     assert [clock.is_sooner(copy) for copy in clock.copies] == [True, True, False]
     clock.wait([first, second])
     assert (clock.now, clock.landed) == (20, [first, second])
-    clock.wait([first])  # has landed: the one behind it is nobody's business
+    clock.wait([first])  # has landed: the copy behind it does not matter
     assert clock.now == 20 and third.left == 1
     assert clock.cut(2) == [] and [*clock.copies] == [third]
 
 
-def test_a_courier_stands_still_during_a_fetch() -> None:
+def test_copy_kernels_stand_still_during_a_fetch() -> None:
     clock = with_copies(3, 20, link=GPU)
     first, second = clock.copies
     clock.run(13)
@@ -109,7 +109,7 @@ def test_a_courier_stands_still_during_a_fetch() -> None:
     assert clock.landed == [first] and second.left == pytest.approx(0.9)
 
 
-def test_a_courier_brings_what_is_waited_for_and_what_is_before_it() -> None:
+def test_copy_kernels_bring_what_is_waited_for_and_what_is_before_it() -> None:
     clock = with_copies(0, 90, 90, link=GPU)
     first, second, third = clock.copies
     clock.run(15)
@@ -119,7 +119,7 @@ def test_a_courier_brings_what_is_waited_for_and_what_is_before_it() -> None:
     assert clock.landed == [first, second] and third.left == 1
 
 
-def test_a_courier_ends_what_is_for_events_that_have_passed() -> None:
+def test_copy_kernels_end_what_is_for_events_that_have_passed() -> None:
     clock = with_copies(0, 0, 0, link=GPU)
     first, second, third = clock.copies
     clock.run(5)
@@ -129,7 +129,7 @@ def test_a_courier_ends_what_is_for_events_that_have_passed() -> None:
     assert [*clock.copies] == [third] and third.left == pytest.approx(0.5)
 
 
-def test_what_is_asked_for_by_a_courier() -> None:
+def test_what_copy_kernels_request() -> None:
     """One of what can begin in time: the most profitable of the earliest."""
     clock = with_copies(link=GPU)
     profit, seconds = np.array([5, 7, 9, 9, 1]), np.array([10.0, 5.0, 2.9, 10.0, 3.0])
@@ -141,7 +141,7 @@ def test_what_is_asked_for_by_a_courier() -> None:
     assert clock.order(profit, seconds, 5).tolist() == [3]
 
 
-def test_what_is_asked_for_by_a_thread() -> None:
+def test_what_a_thread_requests() -> None:
     """What can end in time, one after the other: the most profitable."""
     clock = with_copies()
     profit, seconds = np.array([5, 7, 9, 8, 6]), np.array([33.1, 13.1, 12.9, 23.1, 23.1])

@@ -289,7 +289,7 @@ def assert_empty(table: SlotTable, ended: Sequence[Copy]) -> None:
 
 
 def assert_whole(table: SlotTable, wanted: Sequence[int], clock: LinkClock) -> None:
-    """Table and owners agree, the wanted have slots, a slot under way is in nobody's name."""
+    """Table and owners agree, the wanted have slots, a slot under way is in no expert's name."""
     held = np.flatnonzero(table.slot_of >= 0)
     assert table.owner[table.slot_of[held]].tolist() == held.tolist()
     assert (table.slot_of[list(wanted)] >= 0).all()

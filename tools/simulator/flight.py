@@ -1,4 +1,4 @@
-"""Flight: the prefetches of a replay, from the request to the landing, and what becomes of them."""
+"""Flight: the prefetches of a replay, from request to landing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class PrefetchRules:
-    """`source` None: no prefetch. At most `in_flight` copies are under way, at most `budget` are
-    asked for in a token, behind each of the events that `every` divides; a candidate less probable
-    than `least` is left alone."""
+    """When prefetches are requested. `source` None: never. At most `in_flight` copies are under way
+    and at most `budget` are requested in a token, behind the events whose number `every` divides. A
+    candidate less probable than `least` is left alone."""
 
     source: CandidateSource | None = None
     in_flight: int = 2
@@ -28,17 +28,17 @@ class PrefetchRules:
 
 
 class Flight:
-    """A slot whose copy is under way is out of the lookup table and no victim; one whose copy has
-    landed is no victim until the event for which it was made has passed."""
+    """The prefetches under way. A slot whose copy is under way is not in the lookup table, and no
+    victim. A slot whose copy has landed is no victim until the event that it is for has passed."""
 
     def __init__(
         self, table: SlotTable, clock: LinkClock, policy: Policy, rules: PrefetchRules, top_k: int
     ) -> None:
         self._table, self._clock, self._policy, self._rules = table, clock, policy, rules
         self._most_barred = len(table.owner) - 2 * top_k  # every event finds victims
-        self._coming: dict[int, Copy] = {}  # by expert, without those that nobody waits for
+        self._coming: dict[int, Copy] = {}  # by expert; dropped copies are not in it
         self._promised: dict[int, list[int]] = {}  # by event: slots that are kept for it
-        self._fresh: dict[int, int] = {}  # landed, not wanted since; when it was asked for
+        self._fresh: dict[int, int] = {}  # landed, not wanted yet: the token of its request
         self._token = 0
         self._budget = 0
 
@@ -46,7 +46,7 @@ class Flight:
         self._token, self._budget = token, self._rules.budget
 
     def land(self) -> None:
-        """Take note of the copies that have landed by now."""
+        """Put the copies that have landed by now into the lookup table."""
         for copy in self._clock.landed:
             if copy.dropped:
                 self._table.vacate(np.array([copy.slot]))
@@ -66,8 +66,8 @@ class Flight:
         return np.array(slots, np.int64)
 
     def late(self, wanted: Ints) -> list[Copy]:
-        """The copies of the wanted that are under way and here sooner than a fetch would be; the
-        others of the wanted are dropped."""
+        """The copies of wanted experts that are under way and land sooner than a fetch would. Other
+        copies of wanted experts are dropped."""
         waiting: list[Copy] = []
         for expert in wanted.tolist() if self._coming else ():
             copy = self._coming.get(expert)
@@ -79,16 +79,16 @@ class Flight:
         return waiting
 
     def passed(self, event: int, wanted: Ints, missed: Ints) -> list[int]:
-        """The event has its experts: for each hit because of a prefetch in time, the token in which
-        that was asked for. `missed`: those of the wanted that were fetched or waited for."""
+        """The event has its experts. Returns, for each hit that a prefetch made in time, the token
+        in which that prefetch was requested. `missed`: wanted experts fetched or waited for."""
         self._promised.pop(event, None)
         late = set(missed.tolist())  # or landed, but evicted before this
         tokens = [(e, self._fresh.pop(e)) for e in wanted.tolist() if e in self._fresh]
         return [token for expert, token in tokens if expert not in late]
 
     def cut(self, event: int) -> list[Copy]:
-        """Behind an event: end the copies that were made for it and have not been wanted, if that
-        can be done. Their slots are empty at once."""
+        """Behind an event: end the copies for it that were not wanted, if that can be done. Their
+        slots are empty at once."""
         ended = self._clock.cut(event)
         for copy in ended:
             self._table.vacate(np.array([copy.slot]))
@@ -96,8 +96,8 @@ class Flight:
         return ended
 
     def request(self, event: int, wanted: Ints) -> int:
-        """Ask for what is worth it behind an event that wanted these experts; returns the number of
-        copies."""
+        """Behind an event that wanted these experts: request the copies that are worth it. Returns
+        their number."""
         if self._rules.source is None or event % self._rules.every:
             return 0
         self.land()

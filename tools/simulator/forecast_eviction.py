@@ -101,8 +101,8 @@ class Blend:
 
 
 class ForecastEviction(ScoredPolicy):
-    """The victim has the smallest expected discounted use. Whoever drives it drives the blend too,
-    before it.
+    """The victim has the smallest expected discounted use. The caller tells the blend of every
+    step and event first, then this policy.
 
     The score, in units of 2^-40, of an expert whose layer is still to come in this step:
 

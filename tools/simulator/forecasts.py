@@ -1,7 +1,7 @@
-"""Forecasts of coming uses: counts of the past, and the truth blurred to a recall and a precision.
+"""Forecasts of coming uses: by counting, by a trained predictor, and the truth with errors.
 
-Each is a `ForecastAt`: asked for the step that begins, it answers from what is known by then. A
-trained predictor, or a recording of what one said, takes their place without any other change.
+Each is a `ForecastAt`: called for the step that begins, it uses only what is known by then (but
+`Blurred`, which is made of the truth).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def no_forecast(routing: TraceEvents) -> ForecastAt:
 
 
 class _Watching:
-    """Sees the steps one after the other, each when it is over."""
+    """Sees each step when it is over."""
 
     def __init__(self, routing: TraceEvents) -> None:
         self._events, self._layers = routing.events, routing.num_layers
@@ -115,7 +115,7 @@ class Blurred:
     those that are named, a share `precision` is used; one of each for every window. What is named
     has the precision as its probability.
 
-    An expert that was not used in the last 64 steps is rare, and harder to foresee: for rare ones
+    An expert that was not used in the last 64 steps is rare, and harder to forecast: for rare ones
     recall and precision are `rare` times as high. That matters, since a large pool misses little
     else. A use that is named from afar is named from nearer too, if recall does not rise with
     distance. Wrong names are, of the common ones, what other steps of the last 64 used in that
@@ -181,7 +181,7 @@ class Blurred:
 
 
 class _Class:
-    """Experts that are equally hard to foresee: `own` [T, L, K] says which uses are of this class,
+    """Experts that are equally hard to forecast: `own` [T, L, K] says which uses are of this class,
     `wrong` [T, L, n] has names that may be given though they are not used; -1 is none."""
 
     def __init__(

@@ -21,12 +21,13 @@ PREFETCH_BY = ("gpu", "thread")
 class Link:
     """Times in seconds; the defaults are those of Qwen3-30B-A3B-FP8 on an H200 (PCIe 5 x16).
 
-    `layer_s` is a layer's time when nothing is missing. A fetch runs in the graph: `launch_s`, then
-    its records at `fetch_bytes_per_s`. A prefetch starts `delay_s` after the request.
-    `prefetch_by`, one of PREFETCH_BY, is who copies it: a kernel beside the others, as fast as a
-    fetch, or DMA, which a thread starts, at `dma_bytes_per_s`. DMA may end `slack` times the time
-    of a fetch after the copy is wanted: it is waited for, and that is sooner. While a fetch and DMA
-    share the link, the fetch has `fetch_share` of its own speed and the copy the rest of its own.
+    `layer_s` is a layer's time when nothing is missing. A fetch runs in the graph: it takes
+    `launch_s`, then moves its records at `fetch_bytes_per_s`. A prefetch starts `delay_s` after the
+    request. `prefetch_by`, one of PREFETCH_BY, is what copies it: "gpu", kernels beside the step,
+    as fast as a fetch; or "thread", by DMA at `dma_bytes_per_s`. A DMA copy is still requested if
+    it ends at most `slack` times the time of a fetch too late: waiting for it is shorter than a
+    fetch. While a fetch and DMA share the link, the fetch has `fetch_share` of its own speed, and
+    the copy has the rest of its own speed.
     """
 
     record_bytes: int = 4_722_688
@@ -54,8 +55,8 @@ class Link:
 
 @dataclass(eq=False)
 class Copy:
-    """A prefetch asked for during `token`, for the event `due`: `start_s` is when it starts, if the
-    link is free; `left` what is still to copy, from 1 to 0; `dropped`: nobody waits for it."""
+    """A prefetch requested during `token`, for the event `due`. `start_s`: when it starts, if the
+    link is free. `left`: what is still to copy, from 1 to 0. `dropped`: no event waits for it."""
 
     expert: int
     slot: int
@@ -67,7 +68,8 @@ class Copy:
 
 
 class LinkClock(ABC):
-    """What is on the link at a time. Copies run one after the other, in the order of requests."""
+    """The copies on the link, and the time. Copies run one after the other, in the order of their
+    requests."""
 
     def __init__(self, link: Link) -> None:
         self.link, self.now = link, 0.0
@@ -75,7 +77,7 @@ class LinkClock(ABC):
         self.landed: list[Copy] = []  # for the caller to take away
 
     def request(self, copy: Copy) -> None:
-        """A copy is asked for now."""
+        """A copy is requested now."""
         copy.start_s = self.now + self.link.delay_s
         self.copies.append(copy)
 
@@ -92,13 +94,13 @@ class LinkClock(ABC):
         self.now = until
 
     def ready_s(self) -> float:
-        """How long it takes until a copy that is asked for now can start."""
+        """How long it takes until a copy that is requested now can start."""
         return max(self.link.delay_s, sum(copy.left for copy in self.copies) * self.link.copy_s)
 
     @abstractmethod
     def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
-        """Which copies to ask for now, and in which order, as indices [up to `most`]: profit [n] is
-        what each is worth, above 0, `seconds` [n] how long it takes until it is wanted."""
+        """Which copies to request now, and in which order, as indices [up to `most`]. `profit` [n]:
+        what each copy is worth, above 0. `seconds` [n]: the time until it is wanted."""
 
     @abstractmethod
     def fetch(self, num: int) -> None:
@@ -106,7 +108,7 @@ class LinkClock(ABC):
 
     @abstractmethod
     def is_sooner(self, copy: Copy) -> bool:
-        """Than a fetch of the same, if it is waited for."""
+        """Whether waiting for the copy is shorter than a fetch of the same expert."""
 
     @abstractmethod
     def wait(self, copies: Sequence[Copy]) -> None:
@@ -114,7 +116,7 @@ class LinkClock(ABC):
 
     @abstractmethod
     def cut(self, event: int) -> list[Copy]:
-        """Ends the copies for this event and earlier ones, if that can be done."""
+        """End the copies for this event and earlier ones, if that can be done; returns them."""
 
     def _land(self, time: float) -> None:
         copy = self.copies.popleft()
@@ -124,12 +126,12 @@ class LinkClock(ABC):
 
 
 class GpuClock(LinkClock):
-    """A kernel copies, in pieces: it stands still during a fetch, ends as soon as nobody wants the
-    copy, and hurries, without a delay, when somebody waits. So any part of a copy that can be
-    done in time is worth having."""
+    """The copy kernels move records in pieces. They stand still during a fetch. A copy that is not
+    wanted any more is ended. One that an event waits for goes on at once, without a delay. So any
+    part of a copy that can be done in time is worth having."""
 
     def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
-        """The engine's rule: one behind an event, the most profitable of what is wanted first."""
+        """The engine's rule: one copy behind an event, the likeliest of the earliest layer."""
         able = np.flatnonzero(seconds >= self.ready_s())
         return able[np.lexsort((-profit[able], seconds[able]))][: min(most, 1)]
 
@@ -155,14 +157,14 @@ class ThreadClock(LinkClock):
     """A thread starts DMA copies, each of which then runs to its end."""
 
     def order(self, profit: Ints, seconds: Floats, most: int) -> Ints:
-        """Unit jobs with deadlines, a job being one record."""
+        """Unit jobs with deadlines; a job is one record."""
         spare = seconds - self.ready_s() + self.link.slack * self.link.fetch_s
         units = np.floor(spare / self.link.copy_s + 1e-9).astype(np.int64)
         able = np.flatnonzero(units >= 1)
         return able[schedule(profit[able], units[able], most)]
 
     def fetch(self, num: int) -> None:
-        """Copies that the thread had started by now go on at the same time; it turns to the others
+        """Copies that the thread has started by now go on beside the fetch. It starts the others
         when the fetch has ended."""
         started = sum(copy.start_s <= self.now for copy in self.copies)
         held = list(self.copies)[started:]
@@ -195,7 +197,7 @@ class ThreadClock(LinkClock):
         return []
 
     def lands_at(self, wanted: Copy) -> float:
-        """When a copy that is under way will be here if nothing is fetched before."""
+        """When a copy that is under way lands, if nothing is fetched before."""
         time = self.now
         for copy in self.copies:
             time = max(time, copy.start_s) + copy.left * self.link.copy_s

@@ -1,5 +1,5 @@
-"""Policies that only a replay can have: the oracles, which know the future, and S3-FIFO, to compare
-with. Those of the engine are in `seqmoe_cli.residency.policies`."""
+"""Policies of the simulator alone: oracles, which know the future, and S3-FIFO, to compare with.
+The engine's policies are in `seqmoe_cli.residency.policies`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Belady(ScoredPolicy):
 
 
 class WindowedBelady:
-    """Belady that sees the uses of the next `window` tokens only: who is not used in them leaves
-    first, the least by decayed frequency."""
+    """Belady that sees the uses of the next `window` tokens only. Experts that are not used in them
+    are evicted first, the smallest decayed count before all others."""
 
     def __init__(self, routing: TraceEvents, window: int, half_life: float) -> None:
         self._exact = Belady(routing)

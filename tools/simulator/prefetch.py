@@ -1,7 +1,7 @@
-"""What a replay believes to be wanted soon: simulated look-ahead, a forecast, or the truth.
+"""Candidates for prefetch, from simulated look-ahead, a forecast, or the truth.
 
-All of them are asked behind an event, and answer with candidates: experts that have no slot, how
-probable it is that they will be used, and for which event.
+Behind an event a source names candidates: experts that have no slot, the probability of their use,
+and the event that will use them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _NONE = Candidates(*np.empty((3, 0), np.int64))
 
 class CandidateSource(Protocol):
     def candidates(self, event: int, absent: NDArray[np.bool_]) -> Candidates:
-        """Behind an event; `absent` [N] says who has no slot and is not under way."""
+        """Candidates behind an event; `absent` [N]: experts without a slot or a copy under way."""
 
     def missed(self, event: int, num: int) -> None:
-        """So many of an event's experts would have been misses without prefetch."""
+        """Without prefetch `num` of the event's experts would have been misses."""
 
 
 class OraclePrefetch:
-    """Knows what the next events of as many as a token has want."""
+    """Knows what the next events want, as many events as a token has."""
 
     def __init__(self, routing: TraceEvents) -> None:
         self._routing = routing
 
     def missed(self, event: int, num: int) -> None:
-        """Of no interest to who knows the future."""
+        """Not used by the oracle."""
 
     def candidates(self, event: int, absent: NDArray[np.bool_]) -> Candidates:
         coming = self._routing.events[event + 1 : event + 1 + self._routing.num_layers]

@@ -1,5 +1,5 @@
-"""A study: traces replayed at several pool sizes, with several policies and ways of prefetch; a row
-for each. Knows no terminal."""
+"""A study: a trace replayed with every combination of pool size, policy and prefetch; a row for
+each. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ RECALL = (0.70, 0.60, 0.50, 0.45)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a study takes for granted. `step_s` is the time of a token when nothing is missing.
-    `precision` empty: as if the K + 3 likeliest of each layer were named, recall * K / (K + 3)."""
+    """The numbers that a study rests on. `step_s`: the time of a token when nothing is missing.
+    `precision` empty: recall * K / (K + 3), as if the K + 3 likeliest of a layer were named."""
 
     step_s: float = 1.7e-3
     link: Link = field(default_factory=Link)
@@ -68,7 +68,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of a trace that are replayed, and from which on they count."""
+    """The tokens of a trace that are replayed; the first `skip` of them are not counted."""
 
     name: str
     routing: TraceEvents
@@ -133,7 +133,7 @@ class Study:
         return Row.of(done, self.part.skip, self.link, bounds, names, num_slots)
 
     def note(self, policies: Sequence[str], prefetches: Sequence[str]) -> str:
-        """What the figures rest on, one line for each assumption that the rows make."""
+        """The assumptions behind the rows, one line for each."""
         known, link = self.assumptions, self.link
         lines = [
             f"a token without misses {1e3 * known.step_s:g} ms; an expert {link.record_bytes:,} "

@@ -109,7 +109,7 @@ def check(name: str, model: Decoder, interview: Interview, clock: Clock) -> dict
 
 
 def save(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file at once: whoever is stopped meanwhile leaves the one before."""
+    """Write a file at once. If the process is stopped meanwhile, the old file stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file.with_suffix(".part"))
     os.replace(file.with_suffix(".part"), file)
