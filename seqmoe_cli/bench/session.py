@@ -14,7 +14,7 @@ from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.measure import WARM, Runs, Tell
 from seqmoe_cli.bench.recorded import RecordedRouting
 from seqmoe_cli.bench.rows import Measured, pool_name
-from seqmoe_cli.bench.source import RANDOM, Loaded, Source, opened
+from seqmoe_cli.bench.source import Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.forecaster import predictor_for
@@ -105,7 +105,9 @@ class Session:
         predictor = None  # the same for all that have one
         for option in options:
             option = replace(option, ctx_size=ctx_size)
-            has_predictor = source.has_predictor or option.predictor is not None
+            has_predictor = option.predictor is not None or (
+                source.packed is not None and source.packed.predictor is not None
+            )
             plan = plan_memory(source, option, has_predictor)
             if plan.forecasts and predictor is None and not _is_simulated(source, option, routing):
                 predictor = _predictor(source, option, routing)
@@ -179,13 +181,13 @@ class Session:
         """What all rows of an opened engine share."""
         source, ceilings, options = self.source, loaded.ceilings, setup.options
         config, plan = source.config, engine.plan
-        kind = f"{config.family} {source.layout['gate'].dtype}"
+        kind, packed = f"{config.family} {source.layout['gate'].dtype}", source.packed
         look_ahead = "routers" if self.routing is None else "simulated"
         return {
             "model_filename": source.name,
-            "model_type": f"{kind}, random weights" if source.weights == RANDOM else kind,
-            "weights": source.weights,
-            "model_size": source.num_bytes,
+            "model_type": kind if packed else f"{kind}, random weights",
+            "weights": "packed" if packed else "random",
+            "model_size": source.model.num_bytes,
             "model_n_params": count_params(config).total,
             "n_expert": config.num_experts,
             "n_expert_used": config.num_experts_per_tok,
@@ -215,7 +217,7 @@ class Session:
 def _is_simulated(source: Source, options: EngineOptions, routing: RecordedRouting | None) -> bool:
     """A trace over random weights, which have no predictor, can tell its own future; that is enough
     for prefetch, but not for a policy."""
-    has_none = source.folder is None and options.predictor is None
+    has_none = source.packed is None and options.predictor is None
     return has_none and routing is not None and options.policy != "forecast"
 
 
@@ -223,11 +225,12 @@ def _predictor(
     source: Source, options: EngineOptions, routing: RecordedRouting | None
 ) -> StoredPredictor:
     """What a replayed trace wants of it is known to its `check_trace`."""
-    config = source.config
+    config, packed = source.config, source.packed
+    own = packed.path if packed else None
     num_tokens = config.vocab_size if routing is None else 0
-    stored = predictor_for(options, source.folder, config, source.name, num_tokens)
+    stored = predictor_for(options, own, config, source.name, num_tokens)
     if routing is None:
-        stored.check_model(source.name, source.weights_sha256)
+        stored.check_model(source.name, packed.weights_sha256 if packed else None)
     else:
         stored.check_trace(routing.trace)
     return stored

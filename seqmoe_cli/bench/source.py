@@ -4,7 +4,7 @@ pool sizes."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ import torch
 
 from seqmoe_cli.bench.ceilings import Ceilings
 from seqmoe_cli.bench.random_weights import random_store, random_tensors
-from seqmoe_cli.bench.shapes import find_shape
+from seqmoe_cli.bench.shapes import Shape, find_shape
 from seqmoe_cli.engine.engine import Engine, LoadProgress
 from seqmoe_cli.engine.memory import MemoryPlan
 from seqmoe_cli.forecast.predictor import Predictor
@@ -26,7 +26,6 @@ from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore
 
-RANDOM, PACKED = "random", "packed"
 _SEED = {"seed": 0}
 
 
@@ -48,24 +47,28 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Source:
-    """What is measured, before it is in memory. `weights` is RANDOM or PACKED, `num_bytes` the size
-    of all weights; `ids` is the text that cases read, `text` the name that rows give it."""
+    """What is measured, before it is in memory: a packed model, or a shape for random weights.
+    `config` is its own, but for what a replayed trace changes; `ids` is the text that cases read,
+    `text` the name that rows give it."""
 
-    name: str
-    weights: str
+    model: PackedModel | Shape
     config: ModelConfig
-    layout: RecordLayout
-    num_bytes: int
     ids: Sequence[int]
     text: str
     sampling: SamplingParams
-    folder: Path | None  # of a packed model
-    weights_sha256: str | None  # of a packed model
-    has_predictor: bool
-    load_store: Callable[[bool, Callable[[int, int], None]], HostStore]
-    load_tensors: Callable[
-        [torch.device, torch.dtype, Callable[[int, int], None]], dict[str, torch.Tensor]
-    ]
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def layout(self) -> RecordLayout:
+        return self.model.layout
+
+    @property
+    def packed(self) -> PackedModel | None:
+        """The model, if it is one."""
+        return self.model if isinstance(self.model, PackedModel) else None
 
     def with_top_k(self, top_k: int) -> Source:
         """The same model, but a token uses `top_k` experts of each layer."""
@@ -74,13 +77,26 @@ class Source:
     @contextmanager
     def loaded(self, plan: MemoryPlan, progress: LoadProgress | None = None) -> Iterator[Loaded]:
         """Load all weights where `plan`, which may be of any pool size, wants them."""
-        tell = progress or (lambda stage, done, total: None)
         pin = plan.device.type == "cuda"
-        store = self.load_store(pin, lambda done, total: tell("experts", done, total))
+        model = self.model
+
+        def experts(done: int, total: int) -> None:
+            if progress:
+                progress("experts", done, total)
+
+        def others(done: int, total: int) -> None:
+            if progress:
+                progress("weights", done, total)
+
+        if isinstance(model, PackedModel):
+            store = HostStore.load(model, pin, experts)
+        else:
+            store = random_store(model, pin, experts)
         try:
-            tensors = self.load_tensors(
-                plan.device, plan.dtype, lambda done, total: tell("weights", done, total)
-            )
+            if isinstance(model, PackedModel):
+                tensors = model.load_resident(plan.device, plan.dtype, others)
+            else:
+                tensors = random_tensors(model, plan.dtype, plan.device, others)
             yield Loaded(store, tensors, plan.device)
         finally:
             if pin:
@@ -91,21 +107,8 @@ class Source:
 def packed_source(folder: Path, text: str, text_name: str) -> Source:
     """A packed model, with its own tokenizer and sampling settings and a fixed seed."""
     model = PackedModel.open(folder)
-    return Source(
-        name=model.name,
-        weights=PACKED,
-        config=model.config,
-        layout=model.layout,
-        num_bytes=model.resident_bytes + model.records_bytes,
-        ids=Tokenizer.open(folder).encode(text),
-        text=text_name,
-        sampling=SamplingSettings(_SEED, checkpoint_settings(folder)).params,
-        folder=folder,
-        weights_sha256=model.weights_sha256,
-        has_predictor=model.predictor is not None,
-        load_store=lambda pin, progress: HostStore.load(model, pin, progress),
-        load_tensors=model.load_resident,
-    )
+    sampling = SamplingSettings(_SEED, checkpoint_settings(folder)).params
+    return Source(model, model.config, Tokenizer.open(folder).encode(text), text_name, sampling)
 
 
 def random_source(shape_name: str) -> Source:
@@ -114,21 +117,8 @@ def random_source(shape_name: str) -> Source:
     config = shape.config
     generator = torch.Generator().manual_seed(0)
     count = (config.max_position_embeddings,)
-    return Source(
-        name=shape.name,
-        weights=RANDOM,
-        config=config,
-        layout=shape.layout,
-        num_bytes=shape.num_bytes,
-        ids=torch.randint(config.vocab_size, count, generator=generator).tolist(),
-        text="random token ids",
-        sampling=SamplingSettings(_SEED, {}).params,
-        folder=None,
-        weights_sha256=None,
-        has_predictor=False,
-        load_store=lambda pin, progress: random_store(shape, pin, progress),
-        load_tensors=lambda device, dtype, progress: random_tensors(shape, dtype, device, progress),
-    )
+    ids = torch.randint(config.vocab_size, count, generator=generator).tolist()
+    return Source(shape, config, ids, "random token ids", SamplingSettings(_SEED, {}).params)
 
 
 @contextmanager

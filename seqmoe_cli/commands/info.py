@@ -16,13 +16,17 @@ import typer
 from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PackedModelError, PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.settings import EngineOptions
+from seqmoe_cli.terminal.console import make_console
 from seqmoe_cli.terminal.progress import progress_bars
+from seqmoe_weights.files import readable_size as size
 
 if TYPE_CHECKING:
     from seqmoe_weights.packed import PackedModel
 
 Facts = dict[str, Any]
 Rows = list[tuple[str, ...]]
+_SIZES = ("ctx_size", "num_slots", "resident_bytes", "kv_bytes", "workspace_bytes", "pool_bytes",
+          "budget_bytes")  # fmt: skip
 POOLED_REASON = "a token uses few of them: all are in host memory, those in use in slots"
 RESIDENT_REASON = "every token uses them: on the device from start to end, outside the pool"
 RECORD_REASON = "the same on disk, in host memory and in a slot"
@@ -95,7 +99,7 @@ def model_facts(packed: PackedModel) -> Facts:
         "max_ctx_size": config.max_position_embeddings,
         "params": params.total,
         "active_params": params.active,
-        "size_bytes": packed.resident_bytes + packed.records_bytes,
+        "size_bytes": packed.num_bytes,
         "format_version": packed.manifest["format_version"],
         "quantize": packed.manifest["quantize"],
         "expert_dtype": packed.layout["gate"].dtype,
@@ -146,13 +150,7 @@ def plan_facts(packed: PackedModel, settings: EngineOptions) -> Facts:
     return {
         "device": plan.device.type,
         "dtype": str(plan.dtype).removeprefix("torch."),
-        "ctx_size": plan.ctx_size,
-        "num_slots": plan.num_slots,
-        "resident_bytes": plan.resident_bytes,
-        "kv_bytes": plan.kv_bytes,
-        "workspace_bytes": plan.workspace_bytes,
-        "pool_bytes": plan.pool_bytes,
-        "budget_bytes": plan.budget_bytes,
+        **{name: getattr(plan, name) for name in _SIZES},
         "lines": [asdict(line) for line in plan.lines],
         "fallbacks": list(plan.fallbacks),
     }
@@ -161,8 +159,6 @@ def plan_facts(packed: PackedModel, settings: EngineOptions) -> Facts:
 def show(facts: Facts) -> None:
     """Print the facts for people: a heading and aligned rows for each section."""
     from rich.text import Text
-
-    from seqmoe_cli.terminal.console import make_console
 
     console = make_console(sys.stdout)
     for index, (heading, rows) in enumerate(sections(facts)):
@@ -175,8 +171,6 @@ def show(facts: Facts) -> None:
 
 def sections(facts: Facts) -> list[tuple[str, Rows]]:
     """(heading, rows of cells) in the order in which they are shown."""
-    from seqmoe_weights.files import readable_size as size
-
     pooled, resident, record = facts["pooled"], facts["resident"], facts["record"]
     found = [
         (facts["name"], _model_rows(facts)),
@@ -196,7 +190,6 @@ def sections(facts: Facts) -> list[tuple[str, Rows]]:
 
 def _model_rows(facts: Facts) -> Rows:
     from seqmoe_cli.bench.inventory import readable_count as count
-    from seqmoe_weights.files import readable_size as size
 
     experts = f"{facts['num_layers']} layers of {facts['num_experts']}"
     used = f"{facts['num_experts_per_tok']} used by a token"
@@ -220,8 +213,6 @@ def _pooled_rows(facts: Facts) -> Rows:
 
 
 def _resident_rows(resident: Facts) -> Rows:
-    from seqmoe_weights.files import readable_size as size
-
     return [
         (
             group["name"],
@@ -259,8 +250,6 @@ def _generation_rows(generation: Facts) -> Rows:
 
 
 def _predictor_rows(predictor: Facts) -> Rows:
-    from seqmoe_weights.files import readable_size as size
-
     if "problem" in predictor:
         return [("not usable", predictor["problem"])]
     shape = predictor["shape"]
@@ -278,7 +267,5 @@ def _predictor_rows(predictor: Facts) -> Rows:
 
 
 def _plan_rows(plan: Facts) -> Rows:
-    from seqmoe_weights.files import readable_size as size
-
     rows: Rows = [(line["name"], size(line["bytes"]), line["reason"]) for line in plan["lines"]]
     return rows + [("note", "", fallback) for fallback in plan["fallbacks"]]

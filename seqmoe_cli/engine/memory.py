@@ -16,6 +16,7 @@ from seqmoe_cli.residency.prefetch import DISTANCE, least_slots
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.files import readable_size
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.memory import available_host_bytes
 
@@ -212,10 +213,12 @@ def _budget(records: int, options: EngineOptions, device: torch.device) -> tuple
         return int(options.vram_gib * GIB), f"--vram {options.vram_gib:g}"
     if device.type == "cuda":
         free = free_device_bytes(device)
-        return max(0, free - MARGIN_BYTES), f"{gib(free)} free, {gib(MARGIN_BYTES)} left alone"
+        margin = readable_size(MARGIN_BYTES)
+        return max(0, free - MARGIN_BYTES), f"{readable_size(free)} free, {margin} left alone"
     free = available_host_bytes()
     rest = free - records - HOST_MARGIN_BYTES
-    return max(0, rest), f"{gib(free)} available, less the store and {gib(HOST_MARGIN_BYTES)}"
+    margin = readable_size(HOST_MARGIN_BYTES)
+    return max(0, rest), f"{readable_size(free)} available, less the store and {margin}"
 
 
 def _num_slots(model: ModelShape, pool: PoolSize, room: int) -> tuple[int, str]:
@@ -233,7 +236,7 @@ def _num_slots(model: ModelShape, pool: PoolSize, room: int) -> tuple[int, str]:
     if slots < least:
         raise ResourceError(
             f"--pool {pool.text} holds {slots} experts; one layer needs {least} at once",
-            f"use at least --pool {least}slots ({least * record / 2**20:,.1f} MiB)",
+            f"use at least --pool {least}slots ({readable_size(least * record)})",
         )
     slots = min(total, slots)
     return slots, f"{slots:,} slots of {total:,} experts: --pool {pool.text}"
@@ -243,17 +246,11 @@ def _check_fits(plan: MemoryPlan) -> None:
     fixed = plan.resident_bytes + plan.kv_bytes + plan.workspace_bytes
     if fixed + plan.pool_bytes <= plan.budget_bytes:
         return
+    sizes = (plan.resident_bytes, plan.kv_bytes, plan.workspace_bytes, plan.pool_bytes)
+    resident, kv, workspace, pool = map(readable_size, sizes)
     raise ResourceError(
         f"not enough {'RAM' if plan.device.type == 'cpu' else 'VRAM'}: resident weights "
-        f"{gib(plan.resident_bytes)}, KV state {gib(plan.kv_bytes)}, workspace "
-        f"{gib(plan.workspace_bytes)} and pool {gib(plan.pool_bytes)} exceed the budget of "
-        f"{gib(plan.budget_bytes)} ({plan.budget_reason})",
+        f"{resident}, KV state {kv}, workspace {workspace} and pool {pool} exceed the budget of "
+        f"{readable_size(plan.budget_bytes)} ({plan.budget_reason})",
         "lower --pool or -c, or raise --vram",
     )
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for people, in GiB (MiB when small)."""
-    if num_bytes < GIB // 10:
-        return f"{num_bytes / 2**20:,.1f} MiB"
-    return f"{num_bytes / GIB:,.2f} GiB"

@@ -93,6 +93,11 @@ class PackedModel:
         """Size of all records together."""
         return self.config.num_routed_experts * self.layout.record_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all weights."""
+        return self.resident_bytes + self.records_bytes
+
     def records_file(self, layer: int) -> tuple[Path, FileHashes]:
         """The file with the records of `layer`, that of expert e at e * record_bytes."""
         name = experts_file(layer)
