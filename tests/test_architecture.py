@@ -25,7 +25,7 @@ CALM = {"seqmoe_cli", "seqmoe_cli.errors", "seqmoe_cli.settings", "seqmoe_cli.pa
 ENGINE = {"torch", "seqmoe_kernels", "seqmoe_weights", *CALM}
 LAYERS = {
     "seqmoe_kernels": {"torch", "triton"},
-    "seqmoe_weights": {"torch", "numpy", "safetensors"},
+    "seqmoe_weights": {"torch", "numpy", "safetensors", "huggingface_hub", "seqmoe_kernels"},
     "seqmoe_cli.errors": {"seqmoe_weights"},
     "seqmoe_cli.settings": {"seqmoe_cli.errors"},
     "seqmoe_cli.paths": set[str](),
@@ -72,6 +72,12 @@ def imported_by(module: str) -> Iterator[str]:
             assert node.level == 0, f"{module}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in MODULES else str(node.module) for name in names)
+
+
+def test_of_the_kernels_weights_know_the_formats_alone() -> None:
+    leaf = [module for module in PRODUCT if module.startswith("seqmoe_weights")]
+    names = {name for module in leaf for name in imported_by(module)}
+    assert {n for n in names if n.startswith("seqmoe_kernels")} == {"seqmoe_kernels.formats"}
 
 
 def test_every_package_has_a_layer() -> None:

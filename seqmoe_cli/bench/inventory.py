@@ -9,7 +9,7 @@ from typing import Any
 
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError
-from seqmoe_weights.families import family_of
+from seqmoe_weights.families import find_family
 from seqmoe_weights.layout import DTYPE_BYTES
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.resident import RESIDENT_FILE
@@ -44,7 +44,7 @@ class Params:
 
 def count_params(config: ModelConfig) -> Params:
     """From the shapes that the family's tensors must have."""
-    specs = family_of({"model_type": config.family}).resident_tensors(config)
+    specs = find_family(config.family).resident_tensors(config)
     resident = sum(math.prod(spec.shape) for spec in specs)
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     used = config.num_hidden_layers * config.num_experts_per_tok

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from seqmoe_cli.bench.shapes import Shape
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import TensorSpec, family_of, scale_spec
+from seqmoe_weights.families import TensorSpec, find_family, scale_spec
 from seqmoe_weights.files import Meter, Progress
 from seqmoe_weights.layout import Part
 from seqmoe_weights.store import HostStore
@@ -39,7 +39,7 @@ def random_store(shape: Shape, pin: bool, progress: Progress | None = None) -> H
     Raises `ResourceError` with numbers when they do not fit into host memory or cannot be pinned.
     `progress` counts the bytes made, then those pinned.
     """
-    layout, count = shape.layout, shape.config.num_routed_experts
+    layout, count = shape.layouts[0], shape.config.num_routed_experts
     store = HostStore.allocate(count, layout.record_bytes, pin=False)
     cutters = [_Cutter.of(n, part, shape.config) for n, part in enumerate(layout.parts)]
     records: Bytes = store.records.numpy()
@@ -105,7 +105,7 @@ def random_tensors(
 ) -> dict[str, torch.Tensor]:
     """The resident tensors in the form that `PackedModel.load_resident` gives them."""
     config = shape.config
-    specs = family_of({"model_type": config.family}).resident_tensors(config)
+    specs = find_family(config.family).resident_tensors(config)
     generator = torch.Generator(device).manual_seed(_SEED)
     meter = Meter(sum(math.prod(spec.shape) for spec in specs), progress)
     weights: dict[str, torch.Tensor] = {}
@@ -125,9 +125,9 @@ def random_tensors(
 
 
 def _std_of(spec: TensorSpec, config: ModelConfig) -> float:
-    if "embed_tokens" in spec.name:
+    if spec.role == "embedding":
         return 1.0
-    return _std(spec.shape[1], config, adds_to_residual="o_proj" in spec.name)
+    return _std(spec.shape[1], config, adds_to_residual=spec.role == "o")
 
 
 def _std(fan_in: int, config: ModelConfig, adds_to_residual: bool) -> float:

@@ -25,6 +25,7 @@ from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.settings import EngineOptions, SamplingParams
 from seqmoe_cli.terminal.table import Row
 from seqmoe_weights.files import readable_size
+from seqmoe_weights.layout import format_text
 from seqmoe_weights.memory import available_host_bytes
 
 
@@ -172,7 +173,7 @@ class Session:
                 if case.num_gen and num_kernels is None:
                     num_kernels = kernels_per_token(engine)
                 bytes_read = bytes_read_per_token(
-                    source.config, source.layout, engine.dtype, case.mean_context
+                    source.config, source.layouts, engine.dtype, case.mean_context
                 )
                 accuracy = None if engine.prefetch is None else engine.prefetch.accuracy()
                 yield Measured(case, state, samples, bytes_read, num_kernels, accuracy)
@@ -181,7 +182,7 @@ class Session:
         """What all rows of an opened engine share."""
         source, ceilings, options = self.source, loaded.ceilings, setup.options
         config, plan = source.config, engine.plan
-        kind, packed = f"{config.family} {source.layout['gate'].dtype}", source.packed
+        kind, packed = f"{config.family} {format_text(source.layouts)}", source.packed
         look_ahead = "routers" if self.routing is None else "simulated"
         return {
             "model_filename": source.name,
@@ -264,7 +265,7 @@ def _check_context(source: Source, cases: Sequence[Case]) -> None:
 
 def _check_host_memory(source: Source) -> None:
     """The store comes first: without it nothing else matters."""
-    needed = source.config.num_routed_experts * source.layout.record_bytes
+    needed = source.config.num_routed_experts * source.layouts[0].record_bytes
     available = available_host_bytes()
     if needed + HOST_MARGIN_BYTES > available:
         raise ResourceError(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from seqmoe_cli.errors import UsageError
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import family_of, scale_spec
-from seqmoe_weights.layout import RecordLayout
+
+if TYPE_CHECKING:  # the help of `bench` names the shapes, and shall not load torch
+    from seqmoe_weights.layout import RecordLayout
 
 _QWEN3_30B_A3B = ModelConfig(
     family="qwen3_moe",
@@ -69,22 +70,23 @@ class Shape:
     config: ModelConfig
 
     @property
-    def layout(self) -> RecordLayout:
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        from seqmoe_weights.layout import RecordLayout
+
         config = self.config
         dtype = "F8_E4M3" if config.dense_format == "FP8" else config.dense_format
-        return RecordLayout.for_experts(config.hidden_size, config.moe_intermediate_size, dtype)
+        layout = RecordLayout.for_experts(config.hidden_size, config.moe_intermediate_size, dtype)
+        return (layout,) * config.num_hidden_layers
 
     @property
     def num_bytes(self) -> int:
         """Of all weights, as a packed model has them."""
+        from seqmoe_weights.families import find_family, held_bytes
+
         config = self.config
-        total = config.num_routed_experts * self.layout.record_bytes
-        for spec in family_of({"model_type": config.family}).resident_tensors(config):
-            if spec.quantized and config.dense_format == "FP8":
-                total += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
-            else:
-                total += 2 * math.prod(spec.shape)
-        return total
+        specs = find_family(config.family).resident_tensors(config)
+        records = config.num_routed_experts * self.layouts[0].record_bytes
+        return records + sum(held_bytes(spec, config, 2) for spec in specs)
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -62,8 +62,8 @@ class Source:
         return self.model.name
 
     @property
-    def layout(self) -> RecordLayout:
-        return self.model.layout
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        return self.model.layouts
 
     @property
     def packed(self) -> PackedModel | None:

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-import math
+from collections.abc import Sequence
 
 import torch
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.families import find_family, held_bytes
 from seqmoe_weights.layout import RecordLayout
 
 _KERNEL_NODE = 0  # of the types of a CUDA graph's nodes
 
 
 def bytes_read_per_token(
-    config: ModelConfig, layout: RecordLayout, dtype: torch.dtype, context: float
+    config: ModelConfig, layouts: Sequence[RecordLayout], dtype: torch.dtype, context: float
 ) -> int:
     """Bytes that a step at a depth of `context` tokens cannot do without: all resident tensors but
     the embedding, the experts that it uses, keys and values. Activations and the pool's bookkeeping
     are left out; resident tensors that are not FP8 are held in `dtype`."""
-    resident = 0
-    for spec in family_of({"model_type": config.family}).resident_tensors(config):
-        if "embed_tokens" in spec.name and not config.tie_word_embeddings:
-            continue  # one row of it
-        if spec.quantized and config.dense_format == "FP8":
-            resident += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
-        else:
-            resident += math.prod(spec.shape) * dtype.itemsize
-    expert = sum(part.num_bytes for part in layout.parts if part.name != "stamp")
-    experts = config.num_hidden_layers * config.num_experts_per_tok * expert
+    resident = sum(
+        held_bytes(spec, config, dtype.itemsize)
+        for spec in find_family(config.family).resident_tensors(config)
+        if spec.role != "embedding" or config.tie_word_embeddings  # else one row of it
+    )
+    parts = [part for layout in layouts for part in layout.parts if part.name != "stamp"]
+    experts = config.num_experts_per_tok * sum(part.num_bytes for part in parts)
     entries = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return resident + experts + round(context * entries * dtype.itemsize)
 

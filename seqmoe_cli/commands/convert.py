@@ -97,6 +97,7 @@ def _check_chat(source: Path) -> None:
 def _describe(conversion: Conversion) -> None:
     """Sizes, free disk and quantisation, before anything is written."""
     from seqmoe_weights.files import readable_size
+    from seqmoe_weights.layout import format_text
 
     config, packer = conversion.source.config, conversion.packer
     kept = "bits kept" if conversion.quantize == "keep" else "rounded to FP8"
@@ -104,7 +105,7 @@ def _describe(conversion: Conversion) -> None:
     _note(f"target  {conversion.destination.path} ({_STARTS[conversion.state]})")
     _note(
         f"model   {config.family}, {config.num_hidden_layers} layers of {config.num_experts} "
-        f"experts, {packer.layout['gate'].dtype}, {kept}"
+        f"experts, {format_text(packer.layouts)}, {kept}"
     )
     resident, experts, free = map(
         readable_size, (packer.resident_bytes, packer.records_bytes, conversion.free_bytes)

@@ -83,9 +83,10 @@ def _verify(packed: PackedModel) -> None:
 def model_facts(packed: PackedModel) -> Facts:
     """What is true of the model on any machine."""
     from seqmoe_cli.bench.inventory import count_params, resident_groups
+    from seqmoe_weights.layout import format_text
 
     config, params = packed.config, count_params(packed.config)
-    record_bytes = packed.layout.record_bytes
+    record_bytes = packed.record_bytes
     return {
         "name": packed.name,
         "path": str(packed.path.resolve()),
@@ -102,7 +103,7 @@ def model_facts(packed: PackedModel) -> Facts:
         "size_bytes": packed.num_bytes,
         "format_version": packed.manifest["format_version"],
         "quantize": packed.manifest["quantize"],
-        "expert_dtype": packed.layout["gate"].dtype,
+        "expert_dtype": format_text(packed.layouts),
         "pooled": {
             "num_experts": config.num_routed_experts,
             "bytes": packed.records_bytes,
@@ -115,7 +116,7 @@ def model_facts(packed: PackedModel) -> Facts:
         },
         "record": {
             "bytes": record_bytes,
-            "parts": [asdict(part) | {"bytes": part.num_bytes} for part in packed.layout.parts],
+            "parts": [asdict(part) | {"bytes": part.num_bytes} for part in packed.layouts[0].parts],
         },
         "generation": generation_facts(packed.path),
     }

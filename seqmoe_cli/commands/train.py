@@ -251,7 +251,7 @@ def _train(
             say("counting")
             embedding = None
             if packed is not None and predictor.shape.vocab_size:
-                embedding = packed.load_tensor("model.embed_tokens.weight").to(predictor.base)
+                embedding = packed.load_embedding().to(predictor.base)
             begin(predictor, learned, embedding)
     training = Training(predictor, learned, judged, plan, checkpoint)
     with progress_bars() as tell:

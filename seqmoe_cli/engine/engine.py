@@ -66,10 +66,10 @@ class Engine:
         config, use_graph = self.config, plan.device.type == "cuda" and not eager
         num_layers, num_experts = config.num_hidden_layers, config.num_experts
         routing = Routing(num_experts, config.num_experts_per_tok, config.norm_topk_prob)
-        fmt = expert_format(model.layout)
+        formats = [expert_format(layout) for layout in model.layouts]
 
         self.kv = KVState(config, plan.ctx_size, plan.dtype, plan.device)
-        stamps = Stamps(fmt.stamp, num_experts) if verify else None
+        stamps = Stamps(formats[0].stamp, num_experts) if verify else None
         self.pool = ExpertPool(plan.num_slots, store.records, plan.device, stamps, plan.policy)
         self.eviction, self.forecaster = self._build_forecast(predictor, use_graph)
         used = None if self.forecaster is None else self.forecaster.used
@@ -88,7 +88,7 @@ class Engine:
         )
         decoder = build_decoder(config, weights)
         look_ahead = None if self.prefetch is None else LookAheadRouters(decoder, DISTANCE)
-        experts = PooledExperts(context, fmt)
+        experts = PooledExperts(context, formats)
         self._context = context
         self._forward = Forward(decoder, self.kv, context, experts, self.forecaster, look_ahead)
         sampler = Sampler(config.vocab_size, plan.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +94,8 @@ class PooledExperts:
     same way wherever its record lies, and the pairs of a token are added up in the router's order.
     """
 
-    def __init__(self, context: StepContext, fmt: ExpertFormat) -> None:
-        self._context, self._fmt = context, fmt
+    def __init__(self, context: StepContext, formats: Sequence[ExpertFormat]) -> None:
+        self._context, self._formats = context, formats
 
     def __call__(
         self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
@@ -134,7 +134,7 @@ class PooledExperts:
         if prefetch is not None and handover is None:
             ahead = prefetch.ahead(layer, later, chosen, context)
         pool.fetch(chosen.wanted, chosen.resolved, ahead, handover, layer)
-        return expert_mlp(x, h, pool.slots, chosen.resolved, chosen.weights, self._fmt)
+        return expert_mlp(x, h, pool.slots, chosen.resolved, chosen.weights, self._formats[layer])
 
     def _many(
         self, layer: int, x: torch.Tensor, h: torch.Tensor, logits: torch.Tensor
@@ -152,7 +152,7 @@ class PooledExperts:
             slots = context.pool.require(wave)
             slot_of = slots.new_full((num_experts,), -1)
             slot_of[wave.long() - first] = slots
-            expert_pairs(h, context.pool.slots, slot_of[ids.long()], self._fmt, pairs)
+            expert_pairs(h, context.pool.slots, slot_of[ids.long()], self._formats[layer], pairs)
         return x + combine(pairs, weights, h.dtype)
 
     def _waves(self, ids: torch.Tensor, first: int) -> Iterator[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from seqmoe_cli.forecast.predictor import MAX_BYTES
 from seqmoe_cli.residency.prefetch import DISTANCE, least_slots
 from seqmoe_cli.settings import EngineOptions, PoolSize
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.families import find_family, held_bytes
 from seqmoe_weights.files import readable_size
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.memory import available_host_bytes
@@ -34,7 +33,7 @@ class ModelShape(Protocol):
     @property
     def config(self) -> ModelConfig: ...
     @property
-    def layout(self) -> RecordLayout: ...
+    def layouts(self) -> tuple[RecordLayout, ...]: ...  # by layer; all of one size
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def plan_memory(
         if ctx_size != EngineOptions.ctx_size:
             fallbacks.append(f"-c {ctx_size} is more than the model's {max_ctx}: using {max_ctx}")
         ctx_size = max_ctx
-    records = model.config.num_routed_experts * model.layout.record_bytes
+    records = model.config.num_routed_experts * model.layouts[0].record_bytes
     resident = _resident_bytes(model.config, dtype)
     kv = _kv_bytes(model, ctx_size, dtype)
     workspace = _workspace_bytes(model, ctx_size, dtype, device)
@@ -131,7 +130,7 @@ def plan_memory(
         dtype=dtype,
         ctx_size=ctx_size,
         num_slots=num_slots,
-        record_bytes=model.layout.record_bytes,
+        record_bytes=model.layouts[0].record_bytes,
         resident_bytes=resident,
         kv_bytes=kv,
         workspace_bytes=workspace + _forecast_bytes(model.config, prefetch, forecasts, dtype),
@@ -178,13 +177,8 @@ def _forecast_bytes(config: ModelConfig, prefetch: str, forecasts: bool, dtype: 
 
 def _resident_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """FP8 linears keep their bits and have F32 scales; everything else is held in `dtype`."""
-    total = 0
-    for spec in family_of({"model_type": config.family}).resident_tensors(config):
-        if spec.quantized and config.dense_format == "FP8":
-            total += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
-        else:
-            total += math.prod(spec.shape) * dtype.itemsize
-    return total
+    specs = find_family(config.family).resident_tensors(config)
+    return sum(held_bytes(spec, config, dtype.itemsize) for spec in specs)
 
 
 def _kv_bytes(model: ModelShape, ctx_size: int, dtype: torch.dtype) -> int:
@@ -222,7 +216,7 @@ def _budget(records: int, options: EngineOptions, device: torch.device) -> tuple
 
 
 def _num_slots(model: ModelShape, pool: PoolSize, room: int) -> tuple[int, str]:
-    record = model.layout.record_bytes
+    record = model.layouts[0].record_bytes
     total, least = model.config.num_routed_experts, model.config.num_experts_per_tok
     if pool.kind == "auto":
         slots = max(least, min(total, room // record))  # too little is refused with all numbers

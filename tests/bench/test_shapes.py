@@ -37,7 +37,7 @@ def test_sizes_of_the_real_models(
 ) -> None:
     shape = find_shape(name)
     assert shape.config.num_routed_experts == experts
-    assert shape.layout.record_bytes == record_bytes
+    assert shape.layouts[0].record_bytes == record_bytes
     assert count_params(shape.config).total / 1e9 == pytest.approx(billions, abs=0.05)
     bytes_per_param = 1 if name.endswith("fp8") else 2
     assert shape.num_bytes / count_params(shape.config).total == pytest.approx(
@@ -55,7 +55,7 @@ def test_an_unknown_shape() -> None:
 def test_records_are_finite_distinct_and_stamped(shape: Shape) -> None:
     reports: list[tuple[int, int]] = []
     store = random_store(shape, pin=False, progress=lambda *done: reports.append(done))
-    records, layout = store.records.numpy(), shape.layout
+    records, layout = store.records.numpy(), shape.layouts[0]
     assert records.shape == (shape.config.num_routed_experts, layout.record_bytes)
     assert reports[-1] == (records.nbytes, records.nbytes)
     stamp = layout["stamp"].offset

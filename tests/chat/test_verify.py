@@ -30,7 +30,7 @@ from seqmoe_weights.store import HostStore
 load = HostStore.load
 def damaged(model, *rest):
     store = load(model, *rest)
-    store.records[:, model.layout["stamp"].offset] = 77
+    store.records[:, model.layouts[0]["stamp"].offset] = 77
     return store
 HostStore.load = damaged
 from seqmoe_cli.main import main
@@ -86,7 +86,7 @@ def test_no_command_goes_on_with_a_corrupt_pool(
     chat.ask("hello")
     assert len(session.exchanges) == 1
     said = out.getvalue()
-    engine.pool.slots[:, engine.model.layout["stamp"].offset] += 1
+    engine.pool.slots[:, engine.model.layouts[0]["stamp"].offset] += 1
     with pytest.raises(PoolError, match=FAULT):
         run_command(chat, "/regen")
     with pytest.raises(PoolError, match=FAULT):

@@ -59,7 +59,7 @@ def test_slots_hold_what_they_say(packed: Path, device: str) -> None:
     engine = Engine.open(packed, EngineOptions(PoolSize.parse("5slots"), device, "float32"))
     for _ in engine.generate([1, 2, 3], SamplingParams(temperature=0), max_tokens=30):
         pass
-    stamp = engine.model.layout["stamp"].offset
+    stamp = engine.model.layouts[0]["stamp"].offset
     slots = engine.pool.slots.cpu()
     owners = engine.pool.state.owner.tolist()
     assert min(owners) >= 0

@@ -61,7 +61,7 @@ def test_waves_add_up(num_tokens: int) -> None:
     for num_slots in (TOP_K, 5, LAYERS * EXPERTS):
         pool = ExpertPool(num_slots, records, CPU)
         context = StepContext(pool, Routing(EXPERTS, TOP_K, True), Beside(CPU))
-        experts = PooledExperts(context, expert_format(layout))
+        experts = PooledExperts(context, [expert_format(layout)] * LAYERS)
         experts(0, x, h, logits)  # another layer's experts are in the pool first
         outs.append(experts(1, x, h, logits))
     torch.testing.assert_close(outs[0], expected, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,7 @@ def test_a_long_prompt_leaves_the_pool_to_those_before_and_its_last_tokens() -> 
     layout = RecordLayout.for_experts(HIDDEN, INTER, "F32")
     pool = ExpertPool(8, make_records(layout), CPU)
     context = StepContext(pool, Routing(EXPERTS, 1, True), Beside(CPU))
-    experts = PooledExperts(context, expert_format(layout))
+    experts = PooledExperts(context, [expert_format(layout)] * LAYERS)
     before = torch.tensor([3, 4, 11], dtype=torch.int32)
     pool.require(before)
     chosen = torch.tensor([*range(EXPERTS), *[6] * SEED_TOKENS])

@@ -21,7 +21,7 @@ def num_slots(packed: PackedModel, pool: str) -> int:
 
 
 def test_pool_sizes(packed: PackedModel) -> None:
-    total, record = packed.config.num_routed_experts, packed.layout.record_bytes
+    total, record = packed.config.num_routed_experts, packed.layouts[0].record_bytes
     assert total == 24
     assert num_slots(packed, "all") == num_slots(packed, "auto") == total
     assert num_slots(packed, "45%") == 10

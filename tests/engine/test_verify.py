@@ -71,7 +71,7 @@ def find_target(packed: Path) -> Target:
 
 def overwrite_stamp(engine: Engine, expert: int, other: int) -> str:
     slot = int(engine.pool.state.slot_of[expert])
-    at = engine.model.layout["stamp"].offset
+    at = engine.model.layouts[0]["stamp"].offset
     engine.pool.slots[slot, at : at + 8].view(torch.int64).fill_(-7)
     return "something else"
 
@@ -118,7 +118,7 @@ def test_a_damaged_record_of_the_store_is_caught_when_it_is_fetched(
     """In the prefill, which reads many slots at once, and in windows of perplexity."""
     at = EngineOptions(PoolSize.parse("5slots"), device, "float32", ctx_size=200, verify=True)
     engine = Engine.open(packed, at)
-    offset = engine.model.layout["stamp"].offset
+    offset = engine.model.layouts[0]["stamp"].offset
     for record in engine.store.records[-engine.config.num_experts :]:  # the last layer
         record[offset : offset + 8].view(torch.int64).fill_(3)
     with pytest.raises(
@@ -155,7 +155,7 @@ def test_an_intact_pool_gives_the_same_text_in_silence(packed: Path, device: str
 def test_without_verify_nothing_is_looked_at(packed: Path, device: str) -> None:
     engine = open_engine(packed, device, "6slots", verify=False)
     text = [s.token_id for s in engine.generate(PROMPT, GREEDY, max_tokens=LENGTH)]
-    at = engine.model.layout["stamp"].offset
+    at = engine.model.layouts[0]["stamp"].offset
     engine.store.records[:, at : at + 8] = 255
     engine.reset_pool()
     engine.reset_kv()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from seqmoe_kernels.formats import find_format
 from seqmoe_weights.convert import Conversion, convert
 from seqmoe_weights.errors import SeqmoeError
 from seqmoe_weights.families import family_of, scale_spec
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.quantize import quantize_fp8
 from seqmoe_weights.records import part_view
 from tests.checkpoints import contents, write_checkpoint
 
@@ -34,7 +34,7 @@ Checkpoint = Callable[..., Path]
 
 def records(packed: PackedModel, layer: int) -> torch.Tensor:
     data = bytearray(packed.records_file(layer)[0].read_bytes())
-    return torch.frombuffer(data, dtype=torch.uint8).view(-1, packed.layout.record_bytes)
+    return torch.frombuffer(data, dtype=torch.uint8).view(-1, packed.layouts[0].record_bytes)
 
 
 def check_against_source(source: Path, packed: PackedModel, quantized: bool) -> None:
@@ -44,15 +44,15 @@ def check_against_source(source: Path, packed: PackedModel, quantized: bool) -> 
         rows = records(packed, layer)
         assert len(rows) == config.num_experts
         for expert, record in enumerate(rows):
-            stamp = part_view(record, packed.layout["stamp"]).item()
+            stamp = part_view(record, packed.layouts[0]["stamp"]).item()
             assert stamp == layer * config.num_experts + expert
             for part, spec in family.expert_tensors(config, layer, expert).items():
-                found, wanted = part_view(record, packed.layout[part]), tensors[spec.name]
+                found, wanted = part_view(record, packed.layouts[0][part]), tensors[spec.name]
                 scale = tensors.get(scale_spec(spec).name)
                 if quantized:
-                    wanted, scale = quantize_fp8(wanted)
+                    wanted, scale = find_format("F8_E4M3").encode(wanted)
                 if scale is not None:
-                    kept = part_view(record, packed.layout[f"{part}_scale"])
+                    kept = part_view(record, packed.layouts[0][f"{part}_scale"])
                     assert torch.equal(kept, scale.float())
                 assert found.dtype == wanted.dtype
                 assert torch.equal(found.float(), wanted.float())
@@ -93,7 +93,7 @@ def test_quantize_fp8(tmp_path: Path, checkpoint: Checkpoint, dtype: str) -> Non
     source = checkpoint("olmoe", torch_dtype=dtype, moe_intermediate_size=136)
     convert(source, tmp_path / "packed", "fp8", False)
     packed = PackedModel.open(tmp_path / "packed")
-    assert packed.weight_dtype == torch.float8_e4m3fn
+    assert {layout.format for layout in packed.layouts} == {"F8_E4M3"}
     check_against_source(source, packed, quantized=True)
     resident = packed.load_resident("cpu", torch.float32)
     assert all(tensor.dtype == torch.float32 for tensor in resident.values())

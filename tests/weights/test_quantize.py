@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from seqmoe_kernels import dequantize
+from seqmoe_kernels.formats import find_format
 from seqmoe_weights.layout import PART_ALIGNMENT, RECORD_ALIGNMENT, RecordLayout
-from seqmoe_weights.quantize import quantize_fp8
 from seqmoe_weights.records import pack_record, part_view
+
+encode = find_format("F8_E4M3").encode
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 40), (1, 1), (96, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_error_is_at_most_half_a_step(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    codes, scales = quantize_fp8(weight)
+    codes, scales = encode(weight)
     assert codes.dtype == torch.float8_e4m3fn
     assert (codes.shape, scales.dtype) == (weight.shape, torch.float32)
     assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
@@ -27,7 +29,7 @@ def test_error_is_at_most_half_a_step(shape: tuple[int, int], dtype: torch.dtype
 
 def test_every_block_uses_the_whole_range() -> None:
     weight = torch.randn(256, 256) * torch.tensor([[1e-3], [1e3]]).repeat_interleave(128, 0)
-    codes, scales = quantize_fp8(weight)
+    codes, scales = encode(weight)
     largest = codes.float().abs().view(2, 128, 2, 128).amax(dim=(1, 3))
     assert (largest == 448).all()
     assert torch.allclose(scales * 448, weight.abs().view(2, 128, 2, 128).amax(dim=(1, 3)))
@@ -36,7 +38,7 @@ def test_every_block_uses_the_whole_range() -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 3e38, -3e38])
 def test_extreme_blocks_stay_finite(value: float) -> None:
     weight = torch.full((128, 128), value)
-    codes, scales = quantize_fp8(weight)
+    codes, scales = encode(weight)
     assert codes.float().isfinite().all()
     assert scales.isfinite().all()
     assert (scales > 0).all()
@@ -46,7 +48,7 @@ def test_extreme_blocks_stay_finite(value: float) -> None:
 def test_exact_values_survive() -> None:
     """What FP8 can hold exactly comes back exactly, ties go to even."""
     steps = torch.tensor([448.0, 416.0, 1.0, -0.5, 2.0**-9, 0.0, 17.0, 19.0])
-    codes, scales = quantize_fp8(steps[None])
+    codes, scales = encode(steps[None])
     assert scales.item() == 1
     assert codes.float().tolist() == [[448.0, 416.0, 1.0, -0.5, 2.0**-9, 0.0, 16.0, 20.0]]
 
@@ -79,7 +81,7 @@ def test_packing_and_reading_back(scale_dtype: torch.dtype) -> None:
     layout = RecordLayout.for_experts(200, 130, "F8_E4M3")
     parts: dict[str, torch.Tensor] = {}
     for name, shape in (("gate", (130, 200)), ("up", (130, 200)), ("down", (200, 130))):
-        parts[name], scale = quantize_fp8(torch.randn(shape))
+        parts[name], scale = encode(torch.randn(shape))
         parts[f"{name}_scale"] = scale.to(scale_dtype)
     record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
     pack_record(record, layout, parts, flat_id=2**40 + 7)
@@ -100,6 +102,6 @@ def test_packing_quantises_when_the_record_wants_fp8() -> None:
     record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
     pack_record(record, layout, weights, flat_id=0)
     for name, weight in weights.items():
-        codes, scales = quantize_fp8(weight)
+        codes, scales = encode(weight)
         assert torch.equal(part_view(record, layout[name]).float(), codes.float())
         assert torch.equal(part_view(record, layout[f"{name}_scale"]), scales)

@@ -121,7 +121,7 @@ def test_modules_that_are_not_converted_are_plain(
         ),
     )
     packer = Conversion(source, tmp_path / "packed", "keep", False).packer
-    assert (packer.dense_format, packer.layout["gate"].dtype) == ("BF16", "F8_E4M3")
+    assert (packer.dense_format, packer.layouts[0]["gate"].dtype) == ("BF16", "F8_E4M3")
 
 
 def test_experts_of_two_dtypes(tmp_path: Path, copy_checkpoint: Checkpoint) -> None:

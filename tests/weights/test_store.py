@@ -26,10 +26,10 @@ def test_records_are_the_bytes_of_the_files(
     files = b"".join(
         model.records_file(layer)[0].read_bytes() for layer in range(model.config.num_hidden_layers)
     )
-    assert store.records.shape == (24, model.layout.record_bytes)
+    assert store.records.shape == (24, model.layouts[0].record_bytes)
     assert store.records.dtype == torch.uint8
     assert store.records.numpy().tobytes() == files
-    stamps = [part_view(record, model.layout["stamp"]).item() for record in store.records]
+    stamps = [part_view(record, model.layouts[0]["stamp"]).item() for record in store.records]
     assert stamps == list(range(24))
     assert not store.is_pinned
 
@@ -39,7 +39,7 @@ def test_progress_counts_every_byte(packed: Packed) -> None:
     model = PackedModel.open(packed("mixtral"))
     HostStore.load(model, False, lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == [
-        (i + 1) * model.layout.record_bytes for i in range(model.config.num_routed_experts)
+        (i + 1) * model.layouts[0].record_bytes for i in range(model.config.num_routed_experts)
     ]
     assert {total for _, total in seen} == {model.records_bytes}
 
@@ -136,7 +136,7 @@ def test_pinned_records_can_be_read_by_the_gpu(
     packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = PackedModel.open(packed("qwen3_moe", fp8=True))
-    monkeypatch.setattr(store_module, "_REGISTER_BYTES", 5 * model.layout.record_bytes)
+    monkeypatch.setattr(store_module, "_REGISTER_BYTES", 5 * model.layouts[0].record_bytes)
     store = HostStore.load(model, pin=True)
     assert store.is_pinned
     assert store.records.is_pinned()

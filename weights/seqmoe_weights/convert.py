@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from seqmoe_kernels.formats import format_names
 from seqmoe_weights.destination import Destination, Journal
 from seqmoe_weights.errors import CheckpointError, PackedModelError, ResourceError, SeqmoeError
 from seqmoe_weights.files import (
@@ -32,10 +33,9 @@ from seqmoe_weights.files import (
     write_json,
 )
 from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest, is_predictor_file
-from seqmoe_weights.packer import Packer
+from seqmoe_weights.packer import QUANTIZE, Packer
 from seqmoe_weights.source import Source
 
-QUANTIZE = ("keep", "fp8")
 _SLACK_BYTES = 2**20  # journal, manifest and folder entries, besides 256 B per record
 
 
@@ -52,10 +52,11 @@ class Conversion:
     def __init__(self, src: Path, dst: Path, quantize: str, force: bool) -> None:
         """Check the source, every header in it, the destination and the disk; write nothing.
 
-        `quantize`: `keep` keeps the bits of the experts, `fp8` rounds BF16, F16 or F32 ones to FP8
-        in blocks of 128x128. `force` replaces another packed model in `dst`. Raises `SeqmoeError`.
+        `quantize`: `keep` keeps the bits of the experts; `fp8`, or the name of any format, encodes
+        BF16, F16 or F32 ones in it. `force` replaces another packed model in `dst`. Raises
+        `SeqmoeError`.
         """
-        if quantize not in QUANTIZE:
+        if quantize not in ("keep", *QUANTIZE, *format_names()):
             raise SeqmoeError(f"--quantize {quantize!r} is not known", "use keep or fp8")
         if src.resolve() == dst.resolve():
             raise SeqmoeError(f"DST is SRC: {src}", "give another folder as DST")
@@ -163,7 +164,7 @@ class Conversion:
             dense_format=self.packer.dense_format,
             num_layers=self.source.config.num_hidden_layers,
             num_experts=self.source.config.num_experts,
-            layout=self.packer.layout,
+            layouts=self.packer.layouts,
             files={**journal.finished, **small, **self._predictor()},
             source=journal.sources,
             source_sha256=hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(),

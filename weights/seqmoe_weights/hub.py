@@ -28,18 +28,17 @@ def resolve_source(source: str, cache: Path) -> tuple[Path, str]:
         raise CheckpointError(
             f"{source} does not exist", "give a checkpoint folder or a repo id such as org/name"
         )
-    repo = cache / f"models--{source.replace('/', '--')}"
+    from huggingface_hub import snapshot_download  # here, because it takes long to import
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
-        revision = (repo / "refs" / "main").read_text("utf-8").strip()
-    except (OSError, ValueError):
-        revision = ""
-    snapshot = repo / "snapshots" / revision
-    if not revision or not snapshot.is_dir():
+        snapshot = snapshot_download(source, cache_dir=cache, local_files_only=True)
+    except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{source} is neither a folder nor in the Hugging Face cache {cache}",
             f"download it first: hf download {source}",
-        )
-    return snapshot, source.split("/")[1]
+        ) from error
+    return Path(snapshot), source.split("/")[1]
 
 
 def _folder_name(path: Path) -> str:

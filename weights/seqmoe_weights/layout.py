@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from seqmoe_kernels.formats import TORCH_DTYPES, find_format
 
 RECORD_ALIGNMENT = 4096
 PART_ALIGNMENT = 256
-DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8}
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -20,24 +24,22 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        size = DTYPE_BYTES[self.dtype]
-        for dim in self.shape:
-            size *= dim
-        return size
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """The same for every expert of a model. The last part is always `stamp`: one I64, the flat
-    expert id (layer * num_experts + expert), by which a slot can prove what it holds.
+    """The record of every expert of a layer, its weights stored in one format.
 
-    Parts in the order in which the kernel reads them: gate [I, H], up [I, H], down [H, I], then,
-    when they are FP8, gate_scale, up_scale [I/128, H/128] and down_scale [H/128, I/128] in F32
-    (dimensions rounded up), each weight being `fp8 value * scale` of its 128x128 block.
+    Parts in the order in which the kernel reads them: gate [I, H], up [I, H], down [H, I], then
+    the next part of each, such as gate_scale, up_scale, down_scale; see `seqmoe_kernels.formats`.
+    The last part is always `stamp`: one I64, the flat expert id (layer * num_experts + expert), by
+    which a slot can prove what it holds.
     """
 
     parts: tuple[Part, ...]
     record_bytes: int
+    format: str
 
     def __getitem__(self, name: str) -> Part:
         for part in self.parts:
@@ -49,27 +51,43 @@ class RecordLayout:
         return any(part.name == name for part in self.parts)
 
     @classmethod
-    def for_experts(cls, hidden: int, inter: int, weight_dtype: str) -> RecordLayout:
-        """Lay out a SwiGLU expert of `inter` x `hidden`; `weight_dtype` BF16, F16, F32, F8_E4M3."""
-        shapes: list[tuple[str, str, tuple[int, ...]]] = [
-            ("gate", weight_dtype, (inter, hidden)),
-            ("up", weight_dtype, (inter, hidden)),
-            ("down", weight_dtype, (hidden, inter)),
+    def for_experts(cls, hidden: int, inter: int, format_name: str) -> RecordLayout:
+        """Lay out an expert of `inter` x `hidden`. Raises `ValueError` for an unknown format."""
+        fmt = find_format(format_name)
+        shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+        stored = [
+            [(f"{name}{part.suffix}", part.dtype, part.shape) for part in fmt.parts(*shape)]
+            for name, shape in shapes.items()
         ]
-        if weight_dtype == "F8_E4M3":
-            blocks_i, blocks_h = -(-inter // 128), -(-hidden // 128)
-            shapes += [
-                ("gate_scale", "F32", (blocks_i, blocks_h)),
-                ("up_scale", "F32", (blocks_i, blocks_h)),
-                ("down_scale", "F32", (blocks_h, blocks_i)),
-            ]
-        shapes.append(("stamp", "I64", (1,)))
+        tensors = [tensor for together in zip(*stored, strict=True) for tensor in together]
         parts: list[Part] = []
         offset = 0
-        for name, dtype, shape in shapes:
+        for name, dtype, shape in (*tensors, ("stamp", "I64", (1,))):
             parts.append(Part(name, dtype, shape, offset))
             offset = _round_up(offset + parts[-1].num_bytes, PART_ALIGNMENT)
-        return cls(tuple(parts), _round_up(offset, RECORD_ALIGNMENT))
+        return cls(tuple(parts), _round_up(offset, RECORD_ALIGNMENT), format_name)
+
+    @classmethod
+    def for_layers(
+        cls, hidden: int, inter: int, formats: Sequence[str]
+    ) -> tuple[RecordLayout, ...]:
+        """A layout for each layer, by the format of its experts. All records are as wide as the
+        widest and have their stamp at the same place, so that any slot holds any record."""
+        layouts = {name: cls.for_experts(hidden, inter, name) for name in set(formats)}
+        widest = max(layouts.values(), key=lambda layout: layout["stamp"].offset)
+        return tuple(
+            replace(
+                layouts[name],
+                parts=(*layouts[name].parts[:-1], widest["stamp"]),
+                record_bytes=widest.record_bytes,
+            )
+            for name in formats
+        )
+
+
+def format_text(layouts: Sequence[RecordLayout]) -> str:
+    """The formats of a model's experts, for people."""
+    return " and ".join(sorted({layout.format for layout in layouts}))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -40,7 +40,8 @@ def is_predictor_file(name: str) -> bool:
 class Manifest:
     """Describes and seals a packed model.
 
-    `dense_format` is how its linear layers outside the experts are stored; `source` maps each
+    `dense_format` is how its linear layers outside the experts are stored; `layouts` has the record
+    of each layer, and is one in the file when they are all the same; `source` maps each
     packed file to the SHA-256 over the source tensors it was made from, and `source_sha256` sums
     up all of them together with the copied files.
     """
@@ -50,17 +51,15 @@ class Manifest:
     dense_format: str
     num_layers: int
     num_experts: int
-    layout: RecordLayout
+    layouts: tuple[RecordLayout, ...]
     files: dict[str, FileHashes]
     source: dict[str, str]
     source_sha256: str
 
     def as_json(self) -> dict[str, Any]:
         """Everything, and under `sha256` a hash over it."""
-        parts = [
-            {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": p.offset}
-            for p in self.layout.parts
-        ]
+        layouts = [_layout_as_json(layout) for layout in self.layouts]
+        are_equal = all(layout == layouts[0] for layout in layouts)
         value = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -69,7 +68,7 @@ class Manifest:
             "dense_format": self.dense_format,
             "num_layers": self.num_layers,
             "num_experts": self.num_experts,
-            "layout": {"parts": parts, "record_bytes": self.layout.record_bytes},
+            "layout": layouts[0] if are_equal else layouts,
             "files": {name: hashes.as_json() for name, hashes in self.files.items()},
             "source": {"files": self.source, "sha256": self.source_sha256},
         }
@@ -88,21 +87,20 @@ class Manifest:
                 "use the seqmoe that made it, or convert the model again with --force",
             )
         try:
-            manifest = cls(
+            if value["sha256"] != seal(value):
+                raise ValueError("wrong SHA-256")
+            return cls(
                 family=_typed(value["family"], str),
                 quantize=_typed(value["quantize"], str),
                 dense_format=_typed(value["dense_format"], str),
                 num_layers=_typed(value["num_layers"], int),
                 num_experts=_typed(value["num_experts"], int),
-                layout=_layout(value["layout"]),
+                layouts=_layouts(value),
                 files=_files(value["files"]),
                 source={name: _typed(s, str) for name, s in value["source"]["files"].items()},
                 source_sha256=_typed(value["source"]["sha256"], str),
             )
-            if value["sha256"] != seal(value):
-                raise ValueError("wrong SHA-256")
-            return manifest
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PackedModelError(f"{MANIFEST_FILE} is damaged ({error})", _HINT) from error
 
 
@@ -134,6 +132,23 @@ def _files(value: dict[str, Any]) -> dict[str, FileHashes]:
     return {_file_name(name): FileHashes.from_json(entry) for name, entry in value.items()}
 
 
+def _layout_as_json(layout: RecordLayout) -> dict[str, Any]:
+    parts = [
+        {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": p.offset}
+        for p in layout.parts
+    ]
+    value = {"parts": parts, "record_bytes": layout.record_bytes}
+    return value if layout.format == layout["gate"].dtype else value | {"format": layout.format}
+
+
+def _layouts(value: dict[str, Any]) -> tuple[RecordLayout, ...]:
+    layout = value["layout"]
+    if isinstance(layout, list):
+        return tuple(_layout(layer) for layer in layout)
+    num_layers = min(_typed(value["num_layers"], int), len(value["files"]))  # each has a file
+    return (_layout(layout),) * max(1, num_layers)
+
+
 def _layout(value: dict[str, Any]) -> RecordLayout:
     parts = tuple(
         Part(
@@ -144,7 +159,8 @@ def _layout(value: dict[str, Any]) -> RecordLayout:
         )
         for part in value["parts"]
     )
-    return RecordLayout(parts, _typed(value["record_bytes"], int))
+    format_name = value.get("format", value["parts"][0]["dtype"])
+    return RecordLayout(parts, _typed(value["record_bytes"], int), _typed(format_name, str))
 
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ import torch
 from seqmoe_weights.attachment import predictor_file, read_predictor
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
-from seqmoe_weights.families import read_config
+from seqmoe_weights.families import find_family, read_config
 from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.manifest import (
@@ -25,15 +25,15 @@ from seqmoe_weights.manifest import (
     read_manifest,
     seal,
 )
-from seqmoe_weights.records import TORCH_DTYPES
-from seqmoe_weights.resident import RESIDENT_FILE, read_resident
+from seqmoe_weights.resident import RESIDENT_FILE, open_resident
 
 _REPAIR = "run the same seqmoe convert SRC DST again: it repairs damaged files"
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A packed model on disk. `manifest` is the parsed manifest.json, `files` its hashes.
+    """A packed model on disk. `layouts` has one for each layer; `manifest` is the parsed
+    manifest.json, `files` its hashes.
 
     Opening checks the small files fully and the presence and size of the large ones, whose hashes
     are checked whenever they are read. The predictor, if there is one, is checked when it is read.
@@ -41,7 +41,7 @@ class PackedModel:
 
     path: Path
     config: ModelConfig
-    layout: RecordLayout
+    layouts: tuple[RecordLayout, ...]
     manifest: dict[str, Any]
     files: dict[str, FileHashes]
 
@@ -61,7 +61,7 @@ class PackedModel:
             if first_bad_piece(path / name, manifest.files[name], Meter(0, None)) is not None:
                 raise PackedModelError(f"{name} in {path} is damaged (wrong SHA-256)", _REPAIR)
         config = _read_config(path, manifest)
-        return cls(path, config, manifest.layout, raw, manifest.files)
+        return cls(path, config, manifest.layouts, raw, manifest.files)
 
     @property
     def name(self) -> str:
@@ -74,9 +74,9 @@ class PackedModel:
         return seal(self.manifest["source"]["files"])
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the experts' weights in the records."""
-        return TORCH_DTYPES[self.layout["gate"].dtype]
+    def record_bytes(self) -> int:
+        """Size of a record, the same in all layers."""
+        return self.layouts[0].record_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -91,7 +91,7 @@ class PackedModel:
     @property
     def records_bytes(self) -> int:
         """Size of all records together."""
-        return self.config.num_routed_experts * self.layout.record_bytes
+        return self.config.num_routed_experts * self.record_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -118,24 +118,23 @@ class PackedModel:
         tensors: dict[str, torch.Tensor] = {}
         meter = Meter(self.resident_bytes, progress)
         hashes = self.files[RESIDENT_FILE]
-        for name, data in read_resident(self.path / RESIDENT_FILE, hashes, meter):
-            keeps_dtype = data.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv")
-            tensors[name] = data.to(device, data.dtype if keeps_dtype else compute_dtype)
+        with open_resident(self.path / RESIDENT_FILE, hashes, meter) as file:
+            for name in file.keys():  # noqa: SIM118
+                data = file.get_tensor(name)
+                keeps_dtype = data.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv")
+                tensors[name] = data.to(device, data.dtype if keeps_dtype else compute_dtype)
         return tensors
 
-    def load_tensor(self, name: str) -> torch.Tensor:
-        """One resident tensor on the CPU, by its Hugging Face name and in its own dtype. Raises
-        `PackedModelError` when the file is damaged or does not have it."""
+    def load_embedding(self) -> torch.Tensor:
+        """The embedding [vocab_size, hidden_size] on the CPU, in its own dtype. Raises
+        `PackedModelError` when the file is damaged."""
+        specs = find_family(self.config.family).resident_tensors(self.config)
+        name = next(spec.name for spec in specs if spec.role == "embedding")
         meter = Meter(self.resident_bytes, None)
-        found = None
-        hashes = self.files[RESIDENT_FILE]
-        for other, data in read_resident(self.path / RESIDENT_FILE, hashes, meter):
-            found = (
-                data if other == name else found
-            )  # all is read: only then is it known to be right
-        if found is not None:
-            return found
-        raise PackedModelError(f"{RESIDENT_FILE} in {self.path} has no {name}", _REPAIR)
+        path, hashes = self.path / RESIDENT_FILE, self.files[RESIDENT_FILE]
+        with open_resident(path, hashes, meter) as file:
+            embedding: torch.Tensor = file.get_tensor(name)
+            return embedding
 
     def load_predictor(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors and metadata of the predictor, on the CPU. Raises `PackedModelError` when there
@@ -180,13 +179,14 @@ def _check_presence(file: Path, hashes: FileHashes) -> None:
 
 def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
     """config.json as a `ModelConfig`; the manifest must agree with it."""
-    layout = manifest.layout
+    layouts = manifest.layouts
     try:
         config = read_config(json.loads((path / "config.json").read_text("utf-8")))
-        same = layout == RecordLayout.for_experts(
-            config.hidden_size, config.moe_intermediate_size, layout["gate"].dtype
+        formats = [layout.format for layout in layouts]
+        same = layouts == RecordLayout.for_layers(
+            config.hidden_size, config.moe_intermediate_size, formats
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise PackedModelError(
             f"{MANIFEST_FILE} in {path} is damaged ({error})", _REPAIR
         ) from error
@@ -198,12 +198,13 @@ def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
     pieces = {name: len(hashes.pieces) for name, hashes in manifest.files.items()}
     sizes = {manifest.files[name].piece_bytes for name in expected.keys() & pieces.keys()}
     sizes -= {manifest.files[RESIDENT_FILE].piece_bytes} if RESIDENT_FILE in pieces else set()
+    same &= len(layouts) == config.num_hidden_layers
     same &= (manifest.family, manifest.num_layers, manifest.num_experts) == (
         config.family,
         config.num_hidden_layers,
         config.num_experts,
     )
-    if not same or not pieces.items() >= expected.items() or sizes != {layout.record_bytes}:
+    if not same or not pieces.items() >= expected.items() or sizes != {layouts[0].record_bytes}:
         raise PackedModelError(f"{MANIFEST_FILE} in {path} contradicts config.json", _REPAIR)
     return replace(config, dense_format=manifest.dense_format)
 

@@ -9,11 +9,12 @@ from typing import BinaryIO
 
 import torch
 
+from seqmoe_kernels.formats import TORCH_DTYPES
 from seqmoe_weights.errors import CheckpointError
 from seqmoe_weights.files import FileHashes, Meter
 from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout
 from seqmoe_weights.manifest import experts_file
-from seqmoe_weights.records import TORCH_DTYPES, bytes_of, pack_record
+from seqmoe_weights.records import bytes_of, pack_record
 from seqmoe_weights.resident import (
     RESIDENT_FILE,
     ResidentTensor,
@@ -23,26 +24,29 @@ from seqmoe_weights.resident import (
 )
 from seqmoe_weights.source import Source, SourceTensor, TensorDigest
 
+QUANTIZE = {"fp8": "F8_E4M3"}  # what formats are called on the command line
+
 
 class Packer:
     """Packs one source. Building it checks every header; nothing is read beyond them until `write`
     or `hash_source`, which hold one record and one mapped tensor at a time."""
 
     def __init__(self, source: Source, quantize: str) -> None:
-        """`quantize` is keep or fp8. Raises `CheckpointError` when a tensor is missing or
-        contradicts the config, or when experts that are FP8 shall be quantised."""
+        """`quantize` is keep, fp8 or the name of a format. Raises `CheckpointError` when a tensor
+        is missing or contradicts the config, or when experts that are FP8 shall be quantised."""
         self._source, self._config = source, source.config
         self._resident = dict(self._plan_resident())
         self._resident_order = in_file_order(list(self._resident))
-        source_dtype = self._expert_dtype()
-        if quantize == "fp8" and source_dtype == "F8_E4M3":
+        formats = [self._expert_dtype(layer) for layer in range(self._config.num_hidden_layers)]
+        if quantize != "keep" and "F8_E4M3" in formats:
             raise CheckpointError(
-                "--quantize fp8: the experts of this checkpoint are FP8 already",
+                f"--quantize {quantize}: the experts of this checkpoint are FP8 already",
                 "leave the flag out; their bits are kept",
             )
-        record_dtype = "F8_E4M3" if quantize == "fp8" else source_dtype
-        self.layout = RecordLayout.for_experts(
-            self._config.hidden_size, self._config.moe_intermediate_size, record_dtype
+        if quantize != "keep":
+            formats = [QUANTIZE.get(quantize, quantize)] * len(formats)
+        self.layouts = RecordLayout.for_layers(
+            self._config.hidden_size, self._config.moe_intermediate_size, formats
         )
         self._refuse_leftovers()
         self._layers = {experts_file(i): i for i in range(self._config.num_hidden_layers)}
@@ -63,7 +67,7 @@ class Packer:
 
     @property
     def records_bytes(self) -> int:
-        return self._config.num_routed_experts * self.layout.record_bytes
+        return self._config.num_routed_experts * self.layouts[0].record_bytes
 
     @property
     def source_bytes(self) -> int:
@@ -79,18 +83,19 @@ class Packer:
             data = (self._read_resident(tensor, digest) for tensor in self._resident_order)
             return write_resident(file, self._resident_order, data, meter), digest.hexdigest()
         layer, pieces = self._layers[name], []
-        record = torch.zeros(self.layout.record_bytes, dtype=torch.uint8)
+        layout = self.layouts[layer]
+        record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
         data_of_record = bytes_of(record)
         for expert in range(self._config.num_experts):
             parts = {
                 part: self._source.read(tensor, digest)
                 for part, tensor in self._expert(layer, expert).items()
             }
-            pack_record(record, self.layout, parts, layer * self._config.num_experts + expert)
+            pack_record(record, layout, parts, layer * self._config.num_experts + expert)
             pieces.append(hashlib.sha256(data_of_record).hexdigest())
             file.write(data_of_record)
             meter.add(len(data_of_record))
-        num_bytes = len(pieces) * self.layout.record_bytes
+        num_bytes = len(pieces) * layout.record_bytes
         return FileHashes(num_bytes, tuple(pieces)), digest.hexdigest()
 
     def hash_source(self, name: str, meter: Meter) -> str:
@@ -141,18 +146,17 @@ class Packer:
                     "config.json and the weights do not belong together, or the model is another",
                 )
 
-    def _expert_dtype(self) -> str:
-        """The one dtype of all expert weights; looks at each of them."""
-        first = self._expert(0, 0)["gate"]
-        for layer in range(self._config.num_hidden_layers):
-            for expert in range(self._config.num_experts):
-                for part, tensor in self._expert(layer, expert).items():
-                    if not part.endswith("_scale") and tensor.dtype != first.dtype:
-                        raise CheckpointError(
-                            f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, but "
-                            f"{first.name} is {first.dtype}",
-                            "all experts must have the same dtype",
-                        )
+    def _expert_dtype(self, layer: int) -> str:
+        """The one dtype of a layer's expert weights; looks at each of them."""
+        first = self._expert(layer, 0)["gate"]
+        for expert in range(self._config.num_experts):
+            for part, tensor in self._expert(layer, expert).items():
+                if not part.endswith("_scale") and tensor.dtype != first.dtype:
+                    raise CheckpointError(
+                        f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, but "
+                        f"{first.name} is {first.dtype}",
+                        "all experts of a layer must have the same dtype",
+                    )
         return first.dtype
 
 

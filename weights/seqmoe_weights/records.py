@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from seqmoe_kernels.formats import TORCH_DTYPES, find_format
 from seqmoe_weights.layout import Part, RecordLayout
-from seqmoe_weights.quantize import quantize_fp8
-
-TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -35,14 +27,15 @@ def pack_record(
 ) -> None:
     """Fill `record` (uint8 [record_bytes], its padding zero already) with one expert.
 
-    `parts` are gate, up, down, in the record's dtype or, when the record is FP8 and no `*_scale`
-    is given, in another one, to be quantised. Scales may be BF16 or F32 (widening is exact).
+    `parts` are gate, up and down, either as the record stores them, with all other parts that the
+    format has (scales may be BF16 or F32: widening is exact), or plain, to be encoded.
     """
+    fmt = find_format(layout.format)
     for name in ("gate", "up", "down"):
-        weight, scale = parts[name], parts.get(f"{name}_scale")
-        if f"{name}_scale" in layout:
-            if scale is None:
-                weight, scale = quantize_fp8(weight)
-            part_view(record, layout[f"{name}_scale"]).copy_(scale)
-        part_view(record, layout[name]).copy_(weight)
+        weight = parts[name]
+        names = [f"{name}{part.suffix}" for part in fmt.parts(*weight.shape)]
+        is_stored = weight.dtype == TORCH_DTYPES[layout[name].dtype]
+        stored = [parts[each] for each in names] if is_stored else fmt.encode(weight)
+        for each, tensor in zip(names, stored, strict=True):
+            part_view(record, layout[each]).copy_(tensor)
     part_view(record, layout["stamp"]).fill_(flat_id)

@@ -1,4 +1,4 @@
-"""resident.safetensors: everything that stays in VRAM, written and read one tensor at a time."""
+"""resident.safetensors: everything that stays in VRAM, written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 
 from seqmoe_weights.errors import PackedModelError
-from seqmoe_weights.files import FileHashes, Meter
+from seqmoe_weights.files import FileHashes, Meter, first_bad_piece
 from seqmoe_weights.layout import DTYPE_BYTES
-from seqmoe_weights.records import TORCH_DTYPES, bytes_of
+from seqmoe_weights.records import bytes_of
 
 RESIDENT_FILE = "resident.safetensors"
 _HEADER_ALIGNMENT = 64
@@ -41,7 +43,11 @@ def in_file_order(tensors: list[ResidentTensor]) -> list[ResidentTensor]:
 
 
 def header_bytes(tensors: list[ResidentTensor]) -> bytes:
-    """The start of a safetensors file that holds `tensors`, which are in file order."""
+    """The start of a safetensors file that holds `tensors`, which are in file order.
+
+    Written by hand, because the safetensors library wants all tensors in memory at once, and pads
+    its header to 8 bytes: the files that are there already have other hashes.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -77,61 +83,18 @@ def write_resident(
     return FileHashes(num_bytes, (digest.hexdigest(),))
 
 
-def read_resident(
-    path: Path, hashes: FileHashes, meter: Meter
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors one by one; `PackedModelError` at the latest after the last one when the
-    file is not what was written. Use none of them before the iterator has ended."""
-    digest = hashlib.sha256()
-    damaged = PackedModelError(
-        f"{path.name} in {path.parent} is damaged (wrong SHA-256)",
-        "convert the model again: seqmoe convert SRC DST repairs it",
-    )
+@contextmanager
+def open_resident(path: Path, hashes: FileHashes, meter: Meter) -> Iterator[Any]:
+    """The file as `safetensors.safe_open` gives it, after all of it has been read and hashed.
+    Raises `PackedModelError` when it is not what was written."""
     try:
-        with path.open("rb", buffering=0) as file:
-            prefix = _take(file, 8, digest)
-            length = int.from_bytes(prefix, "little")
-            if length > hashes.num_bytes:
-                raise damaged
-            header = json.loads(bytes(_take(file, length, digest)))
-            meter.add(8 + length)
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    yield name, _read_tensor(file, entry, hashes.num_bytes, digest, meter)
-            left = file.read(1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged from error
-    if left or digest.hexdigest() != hashes.pieces[0]:
-        raise damaged
-
-
-def _read_tensor(
-    file: Any, entry: dict[str, Any], limit: int, digest: Any, meter: Meter
-) -> torch.Tensor:
-    shape = [int(dim) for dim in entry["shape"]]
-    num_bytes = math.prod(shape) * DTYPE_BYTES[entry["dtype"]]
-    if not 0 <= num_bytes <= limit:
-        raise ValueError("shape")
-    data = torch.empty(num_bytes, dtype=torch.uint8)
-    view = bytes_of(data)
-    for start in range(0, num_bytes, _CHUNK_BYTES):
-        chunk = view[start : start + _CHUNK_BYTES]
-        _fill(file, chunk, digest)
-        meter.add(len(chunk))
-    return data.view(TORCH_DTYPES[entry["dtype"]]).view(shape)
-
-
-def _take(file: Any, num_bytes: int, digest: Any) -> bytearray:
-    data = bytearray(num_bytes)
-    _fill(file, memoryview(data), digest)
-    return data
-
-
-def _fill(file: Any, view: memoryview, digest: Any) -> None:
-    filled = 0
-    while filled < len(view):
-        count = file.readinto(view[filled:])
-        if not count:
-            raise ValueError("the file ends too early")
-        filled += count
-    digest.update(view)
+        bad = first_bad_piece(path, hashes, meter)
+    except OSError:
+        bad = 0
+    if bad is not None:
+        raise PackedModelError(
+            f"{path.name} in {path.parent} is damaged (wrong SHA-256)",
+            "convert the model again: seqmoe convert SRC DST repairs it",
+        )
+    with safe_open(path, framework="pt") as file:
+        yield file

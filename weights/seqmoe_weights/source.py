@@ -99,10 +99,10 @@ class Source:
         Raises `CheckpointError` when one is missing or contradicts the config.
         """
         tensor = self._find(spec)
-        scale = scale_spec(spec)
-        if not (spec.quantized and self.config.dense_format == "FP8" and self._is_converted(spec)):
+        scale = scale_spec(spec) if spec.quantized else None
+        if scale is None or self.config.dense_format != "FP8" or not self._is_converted(spec):
             _check_dtype(tensor, _PLAIN_DTYPES)
-            if spec.quantized and scale.name in self.tensors:
+            if scale is not None and scale.name in self.tensors:
                 raise _contradiction(self.tensors[scale.name], f"{tensor.name} is not FP8")
             return tensor, None
         _check_dtype(tensor, ("F8_E4M3",))

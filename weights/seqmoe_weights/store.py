@@ -57,7 +57,7 @@ class HostStore:
         Raises `PackedModelError` naming file, layer and expert on damage, `ResourceError` with
         numbers when memory is short. `progress` counts the bytes read, then those pinned.
         """
-        config, record_bytes = packed.config, packed.layout.record_bytes
+        config, record_bytes = packed.config, packed.record_bytes
         store = cls(_allocate(config.num_routed_experts, record_bytes))
         meter = Meter(store.records.nbytes, progress)
         threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))

@@ -7,16 +7,16 @@ tensor is called and what shape it has. All else asks by role: conversion, memor
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from seqmoe_kernels.formats import find_format
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import UnsupportedError
 from seqmoe_weights.fields import Fields
-
-BLOCK = 128  # rows and columns that share one FP8 scale
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,14 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
 
 def scale_spec(weight: TensorSpec) -> TensorSpec:
     """The scales of an FP8 weight [out, in], one per 128x128 block: weight = value * scale."""
-    blocks = tuple(-(-dim // BLOCK) for dim in weight.shape)
-    return TensorSpec(f"{weight.name}_scale_inv", blocks)
+    rows, columns = weight.shape
+    _, scale = find_format("F8_E4M3").parts(rows, columns)
+    return TensorSpec(f"{weight.name}_scale_inv", scale.shape)
+
+
+def held_bytes(spec: TensorSpec, config: ModelConfig, plain_bytes: int) -> int:
+    """What a resident tensor takes on the device: FP8 keeps its bits and has F32 scales, all else
+    takes `plain_bytes` for each element."""
+    if spec.quantized and config.dense_format == "FP8":
+        return math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
+    return math.prod(spec.shape) * plain_bytes
