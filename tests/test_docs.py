@@ -13,6 +13,7 @@ from seqmoe_weights.layout import RecordLayout
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "tools/simulator/README.md"]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -30,6 +31,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@by_page
+def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
+    """Not those that these replaced, nor words for people where experts and kernels are meant."""
+    given_up = r"\b(courier|prospects|foresight|shadow|hints?|nobody|everybody|whoever)\b"
+    assert not re.findall(given_up, page.read_text("utf-8"), re.IGNORECASE)
+
+
+def test_the_glossary_has_the_words_of_the_pool() -> None:
+    words = re.findall(r"^\| \*\*([^*]+)\*\* \|", GLOSSARY, re.MULTILINE)
+    each = [word for entry in words for word in entry.split(", ")]
+    assert len(each) == len(set(each)) > 80
+    assert {"tag", "event", "flight", "lock", "handover", "ghost cache", "candidate"} <= set(each)
 
 
 @by_page
