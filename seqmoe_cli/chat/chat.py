@@ -5,7 +5,6 @@ It is what slash commands act on; where the lines come from is not its business.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -105,12 +104,7 @@ class Chat:
         return Exchange(user, answer.text, answer.thought.strip(), stopped, num_ctx)
 
     def _show(self, answer: AnswerStream, view: AnswerView) -> None:
-        started = time.perf_counter()
-
-        def on_prefill(done: int, total: int) -> None:
-            elapsed = time.perf_counter() - started
-            view.status(status.prefill_line(done, total, elapsed, view.width))
-
+        on_prefill = view.prefill()
         on_prefill(0, answer.stats.prompt_tokens)
         in_thought = False
         params = self._params()

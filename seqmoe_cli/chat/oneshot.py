@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -114,13 +113,7 @@ def _stream(
     interrupted: Callable[[], bool],
 ) -> None:
     """Run the answer; notes show the prefill and the thought, until the answer itself begins."""
-    started = time.perf_counter()
-
-    def on_prefill(done: int, total: int) -> None:
-        if notes:
-            elapsed = time.perf_counter() - started
-            notes.status(status.prefill_line(done, total, elapsed, notes.width))
-
+    on_prefill = notes.prefill() if notes else lambda done, total: None
     on_prefill(0, len(request.prompt.ids))
     pieces = answer.run(request.sampling, request.options.max_tokens, on_prefill, interrupted)
     for thought, text in pieces:

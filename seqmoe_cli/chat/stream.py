@@ -7,6 +7,8 @@ are redrawn, so an answer taller than the screen scrolls past once, as plain out
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.cells import cell_len, chop_cells
@@ -14,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from seqmoe_cli.chat.status import prefill_line
 from seqmoe_cli.terminal.console import printable
 
 _STATUS_STYLE = "dim"
@@ -70,6 +73,15 @@ class AnswerView:
         self._status = line
         if self._is_live:
             self._refresh()
+
+    def prefill(self) -> Callable[[int, int], None]:
+        """A callback (done, total) that shows how much of the prompt is evaluated, from now on."""
+        started = time.perf_counter()
+
+        def show(done: int, total: int) -> None:
+            self.status(prefill_line(done, total, time.perf_counter() - started, self.width))
+
+        return show
 
     def write(self, text: str, style: str = "", status: str | None = None) -> None:
         """Append model text and, if given, change the status line with it. Control characters are

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 from seqmoe_cli.forecast.recall import GROUPS, POOLS, Recall, Score, best_by_counting
 from seqmoe_cli.residency.policies import WINDOWS
@@ -13,45 +11,38 @@ from seqmoe_cli.terminal.table import Column, markdown
 
 def recall_tables(found: Recall) -> Iterator[str]:
     """Markdown, line by line: by distance, and then what matters for prefetch."""
-    name = Column("forecast", lambda score: score.forecast, left=True)
-    windows = enumerate(WINDOWS)
-    by_distance = [Column(f"{_steps(*w)}: @{_top(found)}", _overall(n)) for n, w in windows]
-    yield from markdown([name, *by_distance], found.scores)
+    top = "/".join(map(str, found.top))
+    columns = [Column("forecast", "forecast", left=True)]
+    columns += [Column(f"{_steps(*window)}: @{top}", _steps(*window)) for window in WINDOWS]
+    yield from markdown(columns, [_by_distance(score) for score in found.scores])
     yield ""
-    yield from markdown(
-        [replace(name, title=f"step 1, @{found.top[1]}"), *_closely(found)], found.scores
-    )
+    pools = [percent for percent in POOLS if percent in found.num_misses]
+    names = [(name, name) for name in (*GROUPS, "rare")]
+    names += [(f"misses at {percent} %", f"misses {percent}") for percent in pools]
+    names += [(f"likeliest {round(found.num_misses[p])}", f"named {p}") for p in pools]
+    columns = [Column(f"step 1, @{found.top[1]}", "forecast", left=True)]
+    columns += [Column(title, key, ".1f", 100) for title, key in names]
+    yield from markdown(columns, [_closely(score) for score in found.scores])
     yield ""
     yield _note(found)
 
 
-def _overall(window: int) -> Callable[[Score], str]:
-    return lambda score: " / ".join(map(_percent, score.overall[window]))
+def _by_distance(score: Score) -> dict[str, str]:
+    shares = (" / ".join(map(_percent, three)) for three in score.overall)
+    return {"forecast": score.forecast} | {
+        _steps(*w): text for w, text in zip(WINDOWS, shares, strict=True)
+    }
 
 
-def _closely(found: Recall) -> list[Column]:
+def _closely(score: Score) -> dict[str, object]:
     """Of the step that begins: by depth, of rare experts, and of those that LRU misses."""
-    num_misses = found.num_misses
-    pools = [percent for percent in POOLS if percent in num_misses]
-    shares: list[tuple[str, Callable[[Score], float]]] = [
-        *((group, partial(_by_depth, n)) for n, group in enumerate(GROUPS)),
-        ("rare", lambda score: score.rare),
-        *((f"misses at {pool} %", partial(_of_misses, pool)) for pool in pools),
-        *((f"likeliest {round(num_misses[pool])}", partial(_named, pool)) for pool in pools),
-    ]
-    return [Column(title, share, ".1f", 100) for title, share in shares]
-
-
-def _by_depth(group: int, score: Score) -> float:
-    return float(score.by_depth[0, group, 1])
-
-
-def _of_misses(percent: int, score: Score) -> float:
-    return score.misses[percent]
-
-
-def _named(percent: int, score: Score) -> float:
-    return score.named[percent]
+    return {
+        "forecast": score.forecast,
+        **dict(zip(GROUPS, score.by_depth[0, :, 1], strict=True)),
+        "rare": score.rare,
+        **{f"misses {percent}": share for percent, share in score.misses.items()},
+        **{f"named {percent}": share for percent, share in score.named.items()},
+    }
 
 
 def recall_facts(found: Recall) -> dict[str, object]:
@@ -103,10 +94,6 @@ def _note(found: Recall) -> str:
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}-{last}"
-
-
-def _top(found: Recall) -> str:
-    return "/".join(map(str, found.top))
 
 
 def _percent(share: float) -> str:
