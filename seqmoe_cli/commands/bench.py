@@ -35,20 +35,11 @@ _Shape = Annotated[
 ]
 _Trace = Annotated[
     str | None,
-    flag(
-        "--trace",
-        metavar="FILE",
-        help="Replay recorded routing: of a file, or qwen3.",
-    ),
+    flag("--trace", metavar="FILE", help="Replay recorded routing: of a file, or qwen3."),
 ]
 _Prompts = Annotated[
     str | None,
-    flag(
-        "-p",
-        "--n-prompt",
-        metavar="LIST",
-        help="Tokens of the prompt, several with commas; else 512.",
-    ),
+    flag("-p", "--n-prompt", metavar="LIST", help="Prompt tokens, several with commas; else 512."),
 ]
 _Gens = Annotated[
     str | None,
@@ -71,11 +62,7 @@ _Policies = Annotated[
 ]
 _Predictor = Annotated[
     Path | None,
-    flag(
-        "--predictor",
-        metavar="FILE",
-        help="A predictor to take instead of the model's own.",
-    ),
+    flag("--predictor", metavar="FILE", help="A predictor to take instead of the model's own."),
 ]
 _Repetitions = Annotated[
     int, typer.Option("-r", "--repetitions", metavar="N", help="Timed runs for each row.")
@@ -85,12 +72,7 @@ _Output = Annotated[
 ]
 _PromptFile = Annotated[
     Path | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        help="UTF-8 text to read instead of the fables shipped with seqmoe.",
-        show_default=False,
-    ),
+    flag("--prompt-file", metavar="FILE", help="UTF-8 text to read instead of shipped fables."),
 ]
 _NoWarmup = Annotated[
     bool, typer.Option("--no-warmup", help="Run nothing untimed; there are no warm rows then.")
