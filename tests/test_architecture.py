@@ -42,7 +42,8 @@ LAYERS = {
     | {"seqmoe_weights", "jinja2", "rich", "prompt_toolkit"},
     "seqmoe_cli.bench": CALM
     | {"seqmoe_cli.engine", "seqmoe_cli.forecast", "seqmoe_cli.residency"}
-    | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights", "torch", "numpy"},
+    | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights"}
+    | {"torch", "numpy", "safetensors"},
 }
 HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit"]
 ABOVE = {"seqmoe_cli.commands", "seqmoe_cli.main", "seqmoe_cli.__main__"}  # may import all of them

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError
@@ -60,10 +60,11 @@ def resident_groups(packed: PackedModel) -> list[ResidentGroup]:
     """The resident tensors by kind, largest first, from the header of their file alone."""
     groups: dict[str, ResidentGroup] = {}
     try:
-        for name, entry in _read_header(packed).items():
-            if name != "__metadata__":
-                _add(groups, name, entry["dtype"], entry["shape"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(packed.path / RESIDENT_FILE, "np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_slice(name)
+                _add(groups, name, tensor.get_dtype(), tensor.get_shape())
+    except (OSError, KeyError, SafetensorError) as error:
         raise PackedModelError(
             f"{RESIDENT_FILE} in {packed.path} is damaged: its header cannot be read",
             "run the same seqmoe convert SRC DST again: it repairs damaged files",
@@ -71,19 +72,9 @@ def resident_groups(packed: PackedModel) -> list[ResidentGroup]:
     return sorted(groups.values(), key=lambda group: -group.bytes)
 
 
-def _read_header(packed: PackedModel) -> dict[str, Any]:
-    """A safetensors file starts with the length of its header, u64 little-endian, and the header
-    in JSON."""
-    with (packed.path / RESIDENT_FILE).open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(min(length, packed.resident_bytes)))
-        return header
-
-
 def _add(groups: dict[str, ResidentGroup], name: str, dtype: str, shape: list[int]) -> None:
     kind = next(kind for mark, kind in _GROUPS if mark in name)
     group = groups.setdefault(kind, ResidentGroup(kind, 0, 0, []))
     group.tensors += 1
     group.bytes += math.prod(shape) * DTYPE_BYTES[dtype]
-    if dtype not in group.dtypes:
-        group.dtypes.append(dtype)
+    group.dtypes = sorted({*group.dtypes, dtype})
