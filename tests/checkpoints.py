@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from seqmoe_weights.convert import convert
-from seqmoe_weights.families import TensorSpec, family_of, scale_spec
+from seqmoe_weights.families import TensorSpec, family_of, read_config, scale_spec
 
 VOCAB_SIZE = 320  # every id is a token: 256 bytes, merges, 5 added tokens
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -134,15 +134,15 @@ def _config(family: str, fp8: bool, tie: bool, overrides: dict[str, Any]) -> dic
         config[own] = config.pop(common)
     if fp8:
         config["quantization_config"] = _FP8_CONFIG | {
-            "modules_to_not_convert": _plain_modules(family, config["num_hidden_layers"])
+            "modules_to_not_convert": _plain_modules(config)
         }
     return config
 
 
-def _plain_modules(family: str, num_layers: int) -> list[str]:
-    router = "block_sparse_moe.gate" if family == "mixtral" else "mlp.gate"
-    names = ("input_layernorm", "post_attention_layernorm", router)
-    layers = [f"model.layers.{layer}.{name}" for layer in range(num_layers) for name in names]
+def _plain_modules(config: dict[str, Any]) -> list[str]:
+    roles = ("attention_norm", "mlp_norm", "router")
+    specs = family_of(config).resident_tensors(read_config(config))
+    layers = [spec.name.removesuffix(".weight") for spec in specs if spec.role in roles]
     return ["lm_head", *layers]
 
 
@@ -160,7 +160,7 @@ def _tensors(
     for spec in specs:
         weight = _random(spec, generator)
         if spec.quantized and model.dense_format == "FP8":
-            codes, scales = _quantize(weight, generator)
+            codes, scales = _quantize(spec, weight, generator)
             yield spec.name, codes
             kept = torch.bfloat16 if scale_dtype == "BF16" else torch.float32
             yield scale_spec(spec).name, scales.to(kept)
@@ -181,11 +181,11 @@ def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
 
 
 def _quantize(
-    weight: torch.Tensor, generator: torch.Generator
+    spec: TensorSpec, weight: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 with BF16-exact scales that use between a quarter and the whole of the range."""
-    rows, columns = (-(-dim // 128) for dim in weight.shape)
-    scales = torch.empty(rows, columns)
+    scales = torch.empty(scale_spec(spec).shape)
+    rows, columns = scales.shape
     codes = torch.empty_like(weight)
     for row in range(rows):
         for column in range(columns):

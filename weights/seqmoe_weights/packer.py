@@ -56,8 +56,8 @@ class Packer:
     def dense_format(self) -> str:
         """How linear layers outside the experts are stored; see `ModelConfig.dense_format`."""
         specs = self._source.family.resident_tensors(self._config)
-        linear = next(spec.name for spec in specs if spec.quantized)
-        dtype = self._source.tensors[linear].dtype
+        linear = next((spec for spec in specs if spec.quantized), specs[0])
+        dtype = self._source.tensors[linear.name].dtype
         return "FP8" if dtype == "F8_E4M3" else dtype
 
     @property
