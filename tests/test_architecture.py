@@ -45,7 +45,7 @@ LAYERS = {
     | {"seqmoe_cli.text", "seqmoe_cli.terminal", "seqmoe_weights"}
     | {"torch", "numpy", "safetensors"},
 }
-HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit"]
+HEAVY = ["torch", "triton", "numpy", "tokenizers", "jinja2", "prompt_toolkit", "huggingface_hub"]
 ABOVE = {"seqmoe_cli.commands", "seqmoe_cli.main", "seqmoe_cli.__main__"}  # may import all of them
 
 

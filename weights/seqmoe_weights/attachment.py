@@ -1,7 +1,8 @@
 """The predictor of a packed model: a safetensors file beside it that the manifest seals.
 
 Its name holds its hash, so that a new one is written beside the old one and takes its place when
-the manifest does. A model opens whatever state its predictor is in; only who loads it is refused.
+the manifest does. A model opens whatever state its predictor is in; loading a damaged
+one is refused.
 """
 
 from __future__ import annotations

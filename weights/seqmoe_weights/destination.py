@@ -11,20 +11,18 @@ from typing import Any
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
 from seqmoe_weights.files import PART_SUFFIX, FileHashes, sync_folder, write_json
 from seqmoe_weights.manifest import (
+    COPIED_FILES,
     FORMAT,
     JOURNAL_FILE,
     MANIFEST_FILE,
     Manifest,
     is_experts_file,
+    is_predictor_file,
     read_manifest,
 )
 from seqmoe_weights.resident import RESIDENT_FILE
 
-_OWN_NAMES = re.compile(
-    r"(manifest\.json|\.convert\.json|resident\.safetensors|experts-\d{5}\.bin|config\.json"
-    r"|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|generation_config\.json"
-    r"|special_tokens_map\.json|predictor-[0-9a-f]{16}\.safetensors)"
-)
+_OWN_NAMES = {MANIFEST_FILE, JOURNAL_FILE, RESIDENT_FILE, *COPIED_FILES}
 
 
 @dataclass
@@ -148,4 +146,5 @@ def _names_in(raw: dict[str, Any] | None) -> set[str]:
 
 def _is_own(name: str, listed: set[str]) -> bool:
     plain = name.removesuffix(PART_SUFFIX)
-    return plain in listed or _OWN_NAMES.fullmatch(plain) is not None
+    is_numbered = re.fullmatch(r"experts-\d{5}\.bin", plain) is not None
+    return plain in listed | _OWN_NAMES or is_numbered or is_predictor_file(plain)

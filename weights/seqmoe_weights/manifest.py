@@ -18,6 +18,13 @@ MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = ".convert.json"
 FORMAT, FORMAT_VERSION = "seqmoe", 1
 REQUIRED_FILES = ("config.json", "tokenizer.json")
+COPIED_FILES = (
+    *REQUIRED_FILES,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 _HINT = "run seqmoe convert again with --force, or restore the file"
 
 

@@ -17,19 +17,11 @@ from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, either
 from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
-from seqmoe_weights.manifest import REQUIRED_FILES
+from seqmoe_weights.manifest import COPIED_FILES, REQUIRED_FILES
 from seqmoe_weights.records import bytes_of
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SMALL_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-)
 _DAMAGED = "the checkpoint is damaged or incomplete; download it again"
 # A value is NaN or infinite when all of these bits are set (E4M3 has no infinity).
 _NOT_FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
@@ -172,7 +164,7 @@ class Source:
 
 
 def _read_small_files(path: Path) -> dict[str, bytes]:
-    names = [name for name in _SMALL_FILES if (path / name).exists()]
+    names = [name for name in COPIED_FILES if (path / name).exists()]
     names += sorted(file.name for file in path.glob("LICENSE*") if file.is_file())
     for required in REQUIRED_FILES:
         if required not in names:
