@@ -18,7 +18,7 @@ from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.forecaster import Forecaster, plan_with_predictor
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
-from seqmoe_cli.engine.look_ahead import LookAheadRouters
+from seqmoe_cli.engine.look_ahead import look_ahead_routers
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape
 from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.sampler import Sampler
@@ -87,7 +87,7 @@ class Engine:
             routed=None if self.forecaster is None else self.forecaster.routed,
         )
         decoder = build_decoder(config, weights)
-        look_ahead = None if self.prefetch is None else LookAheadRouters(decoder, DISTANCE)
+        look_ahead = None if self.prefetch is None else look_ahead_routers(decoder, DISTANCE)
         experts = PooledExperts(context, formats)
         self._context = context
         self._forward = Forward(decoder, self.kv, context, experts, self.forecaster, look_ahead)

@@ -9,11 +9,11 @@ import torch
 
 from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.kv_state import KVState
-from seqmoe_cli.engine.look_ahead import LookAheadRouters
 from seqmoe_cli.engine.memory import PREFILL_CHUNK
 from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.models.decoder import Decoder
+from seqmoe_kernels import Matrix
 
 if TYPE_CHECKING:
     from seqmoe_cli.engine.forecaster import Forecaster
@@ -35,7 +35,7 @@ class Forward:
         context: StepContext,
         experts: PooledExperts,
         forecaster: Forecaster | None = None,
-        look_ahead: LookAheadRouters | None = None,
+        look_ahead: Sequence[Matrix | None] | None = None,
     ) -> None:
         self.head = decoder.head
         self._decoder, self._kv, self._context = decoder, kv, context
@@ -137,7 +137,7 @@ class Forward:
         """Layer n; that of a single token looks ahead while prefetch is on."""
         ahead = None
         if self._look_ahead and len(x) == 1 and self._context.pool.flights is not None:
-            ahead = self._look_ahead.behind(n)
+            ahead = self._look_ahead[n]
         return self._decoder.layer(n, x, self._kv, self._experts, ahead)
 
     def _advance(self, num_tokens: int) -> None:

@@ -14,19 +14,12 @@ from seqmoe_kernels import Matrix
 from seqmoe_weights.config import ModelConfig
 
 
-class LookAheadRouters:
-    """For each layer one matrix [d * num_experts, H]: the routers of the d <= `distance` layers
-    behind it. `look_ahead_bytes` are made."""
-
-    def __init__(self, decoder: Decoder, distance: int) -> None:
-        last = decoder.config.num_hidden_layers - 1
-        self._routers = [
-            _stacked(decoder, n, range(n + 1, min(n + distance, last) + 1)) for n in range(last)
-        ]
-
-    def behind(self, layer: int) -> Matrix | None:
-        """What `Decoder.layer` takes as `ahead`; None for the last layer."""
-        return self._routers[layer] if layer < len(self._routers) else None
+def look_ahead_routers(decoder: Decoder, distance: int) -> list[Matrix | None]:
+    """For each layer what `Decoder.layer` takes as `ahead`: the routers of the d <= `distance`
+    layers behind it, [d * num_experts, H]; None for the last layer. `look_ahead_bytes` are made."""
+    last = decoder.config.num_hidden_layers - 1
+    ranges = [range(n + 1, min(n + distance, last) + 1) for n in range(last)]
+    return [*(_stacked(decoder, n, later) for n, later in enumerate(ranges)), None]
 
 
 def _stacked(decoder: Decoder, layer: int, later: range) -> Matrix:
@@ -41,7 +34,7 @@ def _stacked(decoder: Decoder, layer: int, later: range) -> Matrix:
 
 
 def look_ahead_bytes(config: ModelConfig, distance: int, dtype: torch.dtype) -> int:
-    """What `LookAheadRouters` allocates."""
+    """What `look_ahead_routers` allocates."""
     layers = config.num_hidden_layers
     routers = sum(min(distance, layers - 1 - n) for n in range(layers))
     return routers * config.num_experts * config.hidden_size * dtype.itemsize
