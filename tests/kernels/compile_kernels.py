@@ -32,7 +32,7 @@ from seqmoe_kernels.pool.fetch import Prefetching, fetch
 from seqmoe_kernels.pool.lock import Handover
 from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
-from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step_triton, publish_triton
+from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish
 from seqmoe_kernels.pool.verify import verify_slots
 from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows
 from seqmoe_kernels.predictor.gru import GruWeights, gru_step_triton
@@ -119,9 +119,9 @@ def call_residency_kernels() -> None:
     recorded = RecordedIds(tensor(3, 48, TOP_K), pool.clock)
     choose.launch(logits, 0, routing, pool)
     choose.launch(logits, 0, routing, pool, recorded)
-    begin_step_triton(pool.counters, pool.marks, pool.rule)
+    begin_step.launch(pool)
     ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
-    publish_triton(pool.clock, pool.counters, pool.marks, ring, pool.clock)
+    publish.launch(pool.clock, pool, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
     fetch.launch(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
     flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.clock import add_span_reference, now_ns, now_ns_reference
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.state import (
     GAP_NS,
     NUM_COUNTERS,
@@ -37,7 +38,8 @@ _RULE_TICK, _RULE_NOW = map(tl.constexpr, (RULE_TICK, RULE_NOW))
 _STEP_BEGAN, _STEP_ENDED = map(tl.constexpr, (STEP_BEGAN, STEP_ENDED))
 
 
-def begin_step_reference(counters: torch.Tensor, marks: torch.Tensor, rule: torch.Tensor) -> None:
+def begin_step_reference(pool: PoolState) -> None:
+    counters, marks, rule = pool.counters, pool.marks, pool.rule
     now = now_ns_reference()
     rule[RULE_NOW] += rule[RULE_TICK]
     add_span_reference(counters[GAP_NS : GAP_NS + 1], marks[STEP_ENDED], now)
@@ -55,32 +57,31 @@ def _begin_step_kernel(counters, marks, rule):
     tl.store(marks + _STEP_BEGAN, now)
 
 
-def begin_step_triton(counters: torch.Tensor, marks: torch.Tensor, rule: torch.Tensor) -> None:
-    check_kernel_device(counters)
-    check_clock(counters, marks)
-    check("rule", rule, torch.int64, (2,), counters.device)
-    _begin_step_kernel[(1,)](counters, marks, rule, num_warps=1, enable_fp_fusion=True)
-
-
 def check_clock(counters: torch.Tensor, marks: torch.Tensor) -> None:
     check("counters", counters, torch.int64, (NUM_COUNTERS,), counters.device)
     check("marks", marks, torch.int64, (NUM_MARKS,), counters.device)
 
 
+@verb(begin_step_reference)
 def begin_step(pool: PoolState) -> None:
     """Note that a step begins: what passed since the end of the last one goes into GAP_NS, and
     RULE_NOW goes on by RULE_TICK."""
-    run = begin_step_triton if pool.counters.is_cuda else begin_step_reference
-    run(pool.counters, pool.marks, pool.rule)
+    check_kernel_device(pool.counters)
+    check_clock(pool.counters, pool.marks)
+    check("rule", pool.rule, torch.int64, (2,), pool.counters.device)
+    _begin_step_kernel[(1,)](
+        counters=pool.counters,
+        marks=pool.marks,
+        rule=pool.rule,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
 
 
 def publish_reference(
-    token: torch.Tensor,
-    counters: torch.Tensor,
-    marks: torch.Tensor,
-    ring: torch.Tensor,
-    number: torch.Tensor,
+    token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: torch.Tensor
 ) -> None:
+    counters, marks = pool.counters, pool.marks
     now = now_ns_reference()
     add_span_reference(counters[STEP_NS : STEP_NS + 1], marks[STEP_BEGAN], now)
     marks[STEP_BEGAN], marks[STEP_ENDED] = 0, now
@@ -105,25 +106,7 @@ def _publish_kernel(token, counters, marks, ring, number, SIZE: tl.constexpr):
     tl.store(number, n + 1)
 
 
-def publish_triton(
-    token: torch.Tensor,
-    counters: torch.Tensor,
-    marks: torch.Tensor,
-    ring: torch.Tensor,
-    number: torch.Tensor,
-) -> None:
-    check_kernel_device(token)
-    check("token", token, torch.int64, (1,), token.device)
-    check_clock(counters, marks)
-    check("ring", ring, torch.int64, (-1, ENTRY_WORDS), ring.device)
-    check("number", number, torch.int64, (1,), token.device)
-    if token.is_cuda and not ring.is_cuda and not ring.is_pinned():
-        raise ValueError("ring is in pageable memory, expected pinned memory")
-    _publish_kernel[(1,)](
-        token, counters, marks, ring, number, len(ring), num_warps=1, enable_fp_fusion=True
-    )
-
-
+@verb(publish_reference)
 def publish(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: torch.Tensor) -> None:
     """End a step: write `token` (i64 [1]) and the pool's counters into entry `number` (i64 [1],
     counted up here) of `ring` (i64 [R, 17], on the host, pinned when the rest is on a GPU), modulo
@@ -132,8 +115,23 @@ def publish(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: to
     A word is its value << 16 | the low 16 bits of the number. Values are taken modulo 2^47: counts
     never get there, sums of nanoseconds do in 39 hours, and their differences remain right.
     """
-    run = publish_triton if token.is_cuda else publish_reference
-    run(token, pool.counters, pool.marks, ring, number)
+    check_kernel_device(token)
+    check("token", token, torch.int64, (1,), token.device)
+    check_clock(pool.counters, pool.marks)
+    check("ring", ring, torch.int64, (-1, ENTRY_WORDS), ring.device)
+    check("number", number, torch.int64, (1,), token.device)
+    if token.is_cuda and not ring.is_cuda and not ring.is_pinned():
+        raise ValueError("ring is in pageable memory, expected pinned memory")
+    _publish_kernel[(1,)](
+        token=token,
+        counters=pool.counters,
+        marks=pool.marks,
+        ring=ring,
+        number=number,
+        SIZE=len(ring),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
 
 
 def read_entry(ring: torch.Tensor, number: int) -> list[int] | None:

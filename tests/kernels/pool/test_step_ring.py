@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqmoe_kernels import ENTRY_WORDS, PoolState, begin_step, publish, read_entry
-from seqmoe_kernels.pool.step_ring import VALUE_BITS, begin_step_triton, publish_triton
+from seqmoe_kernels.pool.step_ring import VALUE_BITS
 from seqmoe_kernels.state import GAP_NS, NUM_COUNTERS, STALL_NS, STEP_BEGAN, STEP_ENDED, STEP_NS
 
 SIZE = 4
@@ -22,13 +22,9 @@ def int64(*values: int, device: torch.device = CPU) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def put(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: torch.Tensor) -> None:
-    publish_triton(token, pool.counters, pool.marks, ring, number)
-
-
 @pytest.mark.parametrize("first", [0, 65530, 10**9])  # the low bits start again at 65536
 def test_entries_arrive_in_their_places(device: torch.device, first: int) -> None:
-    for where, run in ((CPU, publish), (device, put)):
+    for where, run in ((CPU, publish), (device, publish.launch)):
         ring, number = empty_ring(where), int64(first, device=where)
         pool = PoolState.cold(1, 1, where)
         for i in range(first, first + 9):
@@ -55,7 +51,7 @@ def test_an_entry_counts_only_when_all_words_are_there() -> None:
 
 
 def test_large_sums_of_time_keep_their_low_bits(device: torch.device) -> None:
-    for where, run in ((CPU, publish), (device, put)):
+    for where, run in ((CPU, publish), (device, publish.launch)):
         pool, ring = PoolState.cold(1, 1, where), empty_ring(where)
         pool.counters[STALL_NS] = 2**60 + 5
         run(int64(0, device=where), pool, ring, int64(0, device=where))
@@ -67,11 +63,10 @@ def test_large_sums_of_time_keep_their_low_bits(device: torch.device) -> None:
 
 def test_times_of_steps_and_of_the_gaps_between_them(device: torch.device) -> None:
     """Sums of what the marks say; the first entry belongs to no step, the second has no gap."""
-
-    def begin(pool: PoolState) -> None:
-        begin_step_triton(pool.counters, pool.marks, pool.rule)
-
-    for where, start, end in ((CPU, begin_step, publish), (device, begin, put)):
+    for where, start, end in (
+        (CPU, begin_step, publish),
+        (device, begin_step.launch, publish.launch),
+    ):
         pool, ring, number = PoolState.cold(1, 1, where), empty_ring(where), int64(0, device=where)
         steps = gaps = 0
         for i in range(3):
