@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmoe_cli.errors import SeqmoeError
+from seqmoe_kernels.eviction.units import WINDOWS as WINDOWS
 
 FORMAT, FORMAT_VERSION = "seqmoe-predictor", 1
-WINDOWS = ((1, 1), (2, 2), (3, 4), (5, 8))
-"""Steps ahead, first and last; 1 is the step that begins. Those of `residency.policies`."""
 HALF_LIVES = (2.0, 16.0, 128.0)  # steps, of the counts that the predictor keeps
 LEAST_RATE = 0.01  # uses per step, added before a logarithm is taken
 MAX_BYTES = 64 * 10**6

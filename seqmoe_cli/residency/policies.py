@@ -4,7 +4,7 @@ One rule holds for all policies: the victim is the slot whose expert has the sma
 equal scores the lowest slot. Every score is an int64 made by integer arithmetic alone, with the
 roundings given here, so that the kernels and the simulator decide alike, bit for bit. A score
 belongs to an expert, not to a slot: it survives eviction. The score of `forecast` is in
-`seqmoe_kernels.eviction.expected_use`. Imports no torch.
+`seqmoe_kernels.eviction.expected_use`.
 
 N experts of all layers by flat id, K wanted by an event, W windows of a forecast.
 """
@@ -16,10 +16,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from seqmoe_kernels.eviction.units import GAP_SHIFT, NEVER
+from seqmoe_kernels.eviction.units import ONE as ONE
+from seqmoe_kernels.eviction.units import WINDOWS as WINDOWS
+
 Ints = NDArray[np.int64]
 
 EMPTY_SCORE = -1  # of a slot without an owner: below the score of every expert
-NEVER = int(np.iinfo(np.int64).max)  # of a slot that must not become a victim
 HALF_LIFE = 16.0  # tokens in which a past use comes to count half as much
 DISCOUNT = 2.0  # tokens ahead at which an expected use counts half as much
 
@@ -73,9 +76,8 @@ class Lru(ScoredPolicy):
 
 DOUBLING = 1 << 16  # score units in which a decayed count doubles
 CLOCK_START = 1 << 26  # 1024 doublings: so far above 0 that "never used" counts as nothing
-_GAP_SHIFT = 8  # the table has 256 entries for a doubling
 LOG2_1P = np.round(
-    DOUBLING * np.log2(1 + np.exp2(-(np.arange(18 << _GAP_SHIFT) + 0.5) / (1 << _GAP_SHIFT)))
+    DOUBLING * np.log2(1 + np.exp2(-(np.arange(18 << GAP_SHIFT) + 0.5) / (1 << GAP_SHIFT)))
 ).astype(np.int64)
 """log2(1 + 2^-gap) in score units, for a gap in steps of 1/256 doubling; its last entry is 0."""
 
@@ -107,15 +109,12 @@ class DecayedFrequency(ScoredPolicy):
 
 def log2_sum(score: Ints, now: int) -> Ints:
     """log2(2^score + 2^now), all in score units."""
-    gap = np.minimum(np.abs(score - now) >> _GAP_SHIFT, len(LOG2_1P) - 1)
+    gap = np.minimum(np.abs(score - now) >> GAP_SHIFT, len(LOG2_1P) - 1)
     return np.asarray(np.maximum(score, now) + LOG2_1P[gap])
 
 
 # --- eviction by forecast ---
 
-ONE = 1 << 24  # probabilities and expected uses in units of 1/ONE
-WINDOWS = ((1, 1), (2, 2), (3, 4), (5, 8))
-"""Steps ahead that a forecast tells apart, first and last; 1 is the step that begins."""
 WIDTHS = np.array([last - first + 1 for first, last in WINDOWS])
 EXP2 = np.round(ONE * np.exp2((np.arange(256) + 0.5) / 256)).astype(np.int64)
 """2^x for x in [0, 1) in steps of 1/256, in units of 1/ONE."""

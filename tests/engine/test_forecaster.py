@@ -21,7 +21,8 @@ from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.residency.switch import EvictionVerdict, Switch
 from seqmoe_cli.settings import PREFETCHES, EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import Request, state
-from seqmoe_kernels.eviction.expected_use import ONE, SPAN
+from seqmoe_kernels.eviction.expected_use import SPAN
+from seqmoe_kernels.eviction.units import ONE
 from seqmoe_weights.packed import PackedModel
 from tests.checkpoints import packed_model
 from tests.engine.troubled_copies import Troubled, deadly, late, lost

@@ -28,7 +28,6 @@ from seqmoe_cli.forecast.predictor_step import PredictorStep
 from seqmoe_cli.forecast.recall import best_by_counting, recall
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.forecast.training import Plan, Progress, Training
-from seqmoe_cli.residency import policies
 from seqmoe_kernels.predictor import heads, horizons
 from tests.forecast.predictors import random_predictor, small_shape
 from tests.traces import EXPERTS, LAYERS, TOP_K, VOCAB, written_trace
@@ -37,7 +36,6 @@ CPU = torch.device("cpu")
 
 
 def test_the_same_numbers_stand_everywhere() -> None:
-    assert WINDOWS == policies.WINDOWS
     assert len(WINDOWS) == horizons.NUM_WINDOWS
     assert LEAST_RATE == heads.LEAST_RATE
 

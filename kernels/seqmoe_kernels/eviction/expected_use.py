@@ -22,12 +22,11 @@ from seqmoe_kernels.eviction.ghost_cache import (
     go_on,
     go_on_reference,
 )
+from seqmoe_kernels.eviction.units import GAP_SHIFT, ONE
 from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
 from seqmoe_kernels.state import RULE_NOW, PoolState
 
 SPAN = 8  # steps that the windows reach; window w ends 2^w steps ahead
-ONE = 1 << 24  # expected uses and rates are in units of 1/ONE
-GAP_SHIFT = 8  # of the gaps that PoolState.log_sums is made for
 TAIL, PER_STEP = NUM_WINDOWS, NUM_WINDOWS + 1  # places in ExpectedUse.weights
 
 _W, _SPAN, _TAIL, _PER_STEP = map(tl.constexpr, (NUM_WINDOWS, SPAN, TAIL, PER_STEP))

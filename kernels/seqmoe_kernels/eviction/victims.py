@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.eviction.units import NEVER
 from seqmoe_kernels.state import EMPTY, FETCHING, PoolState
-
-NEVER = torch.iinfo(torch.int64).max  # the score of a slot that must not become a victim
 
 _NEVER, _EMPTY, _FETCHING = map(tl.constexpr, (NEVER, EMPTY, FETCHING))
 

@@ -11,8 +11,9 @@ import triton.language as tl
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.clock import add_span_reference, now_ns, now_ns_reference
 from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.eviction.expected_use import GAP_SHIFT, ExpectedUse
-from seqmoe_kernels.eviction.victims import NEVER, victim_scores, victim_scores_reference
+from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.eviction.units import GAP_SHIFT, NEVER
+from seqmoe_kernels.eviction.victims import victim_scores, victim_scores_reference
 from seqmoe_kernels.pool.landing import (
     check_flights,
     land_prefetches,

@@ -18,7 +18,8 @@ import triton.language as tl
 from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.clock import now_ns_reference
 from seqmoe_kernels.eviction.expected_use import ExpectedUse, check_expected_use
-from seqmoe_kernels.eviction.victims import NEVER, poorest, victim_scores, victim_scores_reference
+from seqmoe_kernels.eviction.units import NEVER
+from seqmoe_kernels.eviction.victims import poorest, victim_scores, victim_scores_reference
 from seqmoe_kernels.pool.landing import agreed_now, check_flights
 from seqmoe_kernels.pool.resolve import check_pool
 from seqmoe_kernels.pool.step_ring import LOW_BITS, NUMBER_BITS

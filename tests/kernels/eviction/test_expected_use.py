@@ -17,11 +17,11 @@ from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
-    ONE,
     SPAN,
     update_expected_use,
     update_prospects_reference,
 )
+from seqmoe_kernels.eviction.units import ONE
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
 from tests.kernels.pool_states import EXPERTS, LAYERS, TOP_K
 from tests.kernels.step_case import Case
