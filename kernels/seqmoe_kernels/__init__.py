@@ -13,6 +13,7 @@ from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.prefill import expert_pairs
+from seqmoe_kernels.experts.record import ExpertFormat, expert_format
 from seqmoe_kernels.formats.fp8_block import dequantize
 from seqmoe_kernels.pool.choose import Chosen, RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch
@@ -38,7 +39,6 @@ from seqmoe_kernels.state import (
     MISSES,
     NO_VICTIM,
     READY,
-    ExpertFormat,
     Flights,
     PoolState,
 )
@@ -81,6 +81,7 @@ __all__ = [
     "copy_prefetches",
     "dequantize",
     "expected_uses",
+    "expert_format",
     "expert_mlp",
     "expert_pairs",
     "fetch",

@@ -47,26 +47,6 @@ REQUEST_WORDS = 3
 MISSING, NAMED, RIGHT = range(3)  # columns of Flights.accuracy
 
 
-class ExpertFormat(NamedTuple):
-    """Byte offsets of the parts of one expert record: gate [I, H], up [I, H], down [H, I].
-
-    Scales are F32, one per 128x128 block, at the offsets `*_scale`; -1 when the weights are not
-    `torch.float8_e4m3fn`. `stamp` is the offset of the record's I64 flat expert id.
-    """
-
-    weight_dtype: torch.dtype
-    hidden: int
-    inter: int
-    gate: int
-    up: int
-    down: int
-    gate_scale: int
-    up_scale: int
-    down_scale: int
-    stamp: int
-    record_bytes: int
-
-
 class PoolState(NamedTuple):
     """The bookkeeping of the pool, all tensors on one device. S slots, N = layers * experts.
 

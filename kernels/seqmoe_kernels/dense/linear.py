@@ -1,4 +1,4 @@
-"""Linear layers whose weights may be FP8: a matrix-vector kernel for one token.
+"""Linear layers: a matrix-vector kernel for one token, matrix products for several.
 
 One launch takes what belongs together: the norm before the product, up to three matrices that read
 the same vector, the residual stream after it.
@@ -7,7 +7,7 @@ the same vector, the residual stream after it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,14 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
-from seqmoe_kernels.dense.f32_gemv import load_tile
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, normalized, rms_norm, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import (
     TILE_BITS,
     add_products,
+    load_tile,
     no_sums,
-    on_tensor_cores,
-    operand_of,
+    operands,
     row_sums,
     slice_starts,
     slices_of_rows,
@@ -31,34 +31,34 @@ from seqmoe_kernels.dense.tensor_core_gemv import (
     vector_columns,
 )
 from seqmoe_kernels.dense.tiling import RowTiling, linear_tiling
-from seqmoe_kernels.formats.fp8_block import (
-    BLOCK,
-    block_row,
-    dequantize,
-    dequantize_reference,
-    kernel_codes,
-    num_blocks,
-)
+from seqmoe_kernels.formats import Format, check_parts, format_of
 
 MAX_MATRICES = 3
 
-_BLOCK = tl.constexpr(BLOCK)
-
 
 class Matrix(NamedTuple):
-    """A linear layer: `weight` [out, in] in the dtype of its input, or float8_e4m3fn with `scale`
-    f32 [out/128, in/128] (rounded up), by which its 128x128 blocks are multiplied; `bias` [out]."""
+    """A linear layer [out, in]: the parts of its weight, how they store it, and its `bias` [out] in
+    the dtype of its input."""
 
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
+    parts: tuple[torch.Tensor, ...]
+    format: Format
     bias: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, *parts: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
+        """In the format that has the name of the weight's dtype."""
+        return cls(parts, format_of(parts[0]), bias)
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts[0])
 
 
 def linear_reference(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    weight, scale, bias = matrix
-    if scale is None:
-        return F.linear(x, weight, bias)
-    wide = F.linear(x.float(), dequantize_reference(weight, scale, torch.float32))
+    parts, fmt, bias = matrix
+    if parts[0].dtype == x.dtype:
+        return F.linear(x, parts[0], bias)
+    wide = F.linear(x.float(), fmt.decode(parts, torch.float32))
     return (wide if bias is None else wide + bias).to(x.dtype)
 
 
@@ -69,8 +69,31 @@ def linears_reference(
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     h = x if norm is None else rms_norm_reference(x, *norm)
-    out = [linear_reference(h, matrix) for matrix in matrices]
-    return out if residual is None else [residual + product for product in out]
+    return _added(residual, [linear_reference(h, matrix) for matrix in matrices])
+
+
+def _added(residual: torch.Tensor | None, products: list[torch.Tensor]) -> list[torch.Tensor]:
+    return products if residual is None else [residual + product for product in products]
+
+
+class _Inputs(NamedTuple):
+    """Of the kernel: the vector `x` [K], the gain [K] and eps of a norm before the products, the
+    `residual` [all rows] to add to them. None: there is no such step."""
+
+    x: torch.Tensor
+    gain: torch.Tensor | None
+    eps: float
+    residual: torch.Tensor | None
+
+
+class _Rows(NamedTuple):
+    """Of the kernel: a matrix [rows, K], its `weight` and the `others` of its parts; `bias` [rows],
+    or anything when there is none."""
+
+    weight: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+    bias: torch.Tensor
+    rows: int
 
 
 @triton.jit
@@ -85,24 +108,11 @@ def _square(value):
 
 @triton.jit
 def _gemv_kernel(
-    x,
-    gain,
-    eps,
-    residual,
-    normed,
+    inputs,
+    matrices,
     out,
-    weight,
-    scale,
-    bias,
-    rows,
-    weight_1,
-    scale_1,
-    bias_1,
-    rows_1,
-    weight_2,
-    scale_2,
-    bias_2,
-    rows_2,
+    normed,
+    fmt,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -110,29 +120,30 @@ def _gemv_kernel(
     OPERAND: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    MATRICES: tl.constexpr,
-    NORM: tl.constexpr,
-    KEEP: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`inputs` (`_Inputs`) and up to three `matrices` (a tuple of `_Rows`) in the format `fmt` give
+    `out` [all rows], and the normed vector `normed` [K] unless that is None. A program has ROWS
+    rows of one matrix."""
     let_next_start(PDL)
+    x = inputs.x
+    NORM: tl.constexpr = inputs.gain is not None
+    weight, others, bias, rows = matrices[0]
     block, place = tl.program_id(0), 0
-    if MATRICES > 1:  # noqa: SIM102 (one condition is the compiler's)
+    if len(matrices) > 1:  # noqa: SIM102 (one condition is the compiler's)
         if block >= tl.cdiv(rows, ROWS):
             block, place = block - tl.cdiv(rows, ROWS), place + rows
-            weight, scale, bias, rows = weight_1, scale_1, bias_1, rows_1
-            if MATRICES > 2:  # noqa: SIM102
+            weight, others, bias, rows = matrices[1]
+            if len(matrices) > 2:  # noqa: SIM102
                 if block >= tl.cdiv(rows, ROWS):
                     block, place = block - tl.cdiv(rows, ROWS), place + rows
-                    weight, scale, bias, rows = weight_2, scale_2, bias_2, rows_2
-    dtype: tl.constexpr = weight.dtype.element_ty
-    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // dtype.primitive_bitwidth)
-    SLICE: tl.constexpr = TILE_BITS // 8 // dtype.primitive_bitwidth
+                    weight, others, bias, rows = matrices[2]
+    PACKED: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // fmt.bits  # in an element
+    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // fmt.bits)
+    SLICE: tl.constexpr = TILE_BITS // 8 // fmt.bits
     row = block * ROWS + tl.arange(0, ROWS)
-    starts, inside = row.to(tl.int64) * K, row < rows
-    scales = scale + block_row(block * ROWS, K)
+    starts, inside = row.to(tl.int64) * (K // PACKED), row < rows
     of_slices = slice_starts(SLICE, WARPS)
     at = vector_columns(SLICE, WARPS, 16 // (x.dtype.element_ty.primitive_bitwidth // 8))
     sums = no_sums(ROWS, WARPS, TENSOR_CORES)
@@ -141,21 +152,20 @@ def _gemv_kernel(
     if BIAS:
         shift = tl.load(bias + row, mask=inside, other=0)
     for batch in range(0, K, TILES * COLUMNS):
-        tiles, factors, gains, vectors = (), (), (), ()
+        tiles, scales, gains, vectors = (), (), (), ()
         for i in tl.static_range(TILES):
-            column = batch + i * COLUMNS + tl.arange(0, COLUMNS)
-            tiles += (load_tile(weight, starts, inside, column, K),)  # type: ignore[assignment]
+            column = (batch + i * COLUMNS) // PACKED + tl.arange(0, COLUMNS // PACKED)
+            tiles += (load_tile(weight, starts, inside, column, K // PACKED),)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
-            if dtype.primitive_bitwidth == 8:
-                begin = batch + i * COLUMNS + of_slices
-                factors += (tl.load(scales + begin // _BLOCK, mask=begin < K, other=0.0),)  # type: ignore[assignment]
+            begin = batch + i * COLUMNS + of_slices
+            scales += (fmt.scales(others, block * ROWS, row, begin, begin < K, K, ""),)  # type: ignore[assignment]
             if NORM:
                 column = batch + i * COLUMNS + at
-                gains += (tl.load(gain + column, mask=column < K, other=0.0),)  # type: ignore[assignment]
+                gains += (tl.load(inputs.gain + column, mask=column < K, other=0.0),)  # type: ignore[assignment]
         if batch == 0:
             wait_for_inputs(PDL)
-            if RESIDUAL:
-                before = tl.load(residual + place + row, mask=inside, other=0)
+            if inputs.residual is not None:
+                before = tl.load(inputs.residual + place + row, mask=inside, other=0)
                 tl.debug_barrier()  # or the compiler would put this off, it is wanted last
         for i in tl.static_range(TILES):
             column = batch + i * COLUMNS + at
@@ -165,26 +175,26 @@ def _gemv_kernel(
                 squares = tl.zeros(at.shape, tl.float32)
                 for i in tl.static_range(TILES):
                     squares += _square(vectors[i])
-                inv_rms = tl.rsqrt(tl.sum(squares) / K + eps)
+                inv_rms = tl.rsqrt(tl.sum(squares) / K + inputs.eps)
             elif batch == 0:
-                inv_rms = inverse_rms(x, eps, K, BLOCK_H)
+                inv_rms = inverse_rms(x, inputs.eps, K, BLOCK_H)
         for i in tl.static_range(TILES):
             value = _normed(vectors[i], gains[i], inv_rms) if NORM else vectors[i]
-            if KEEP:  # noqa: SIM102 (one condition is the compiler's)
+            if normed is not None:  # noqa: SIM102 (one condition is the compiler's)
                 if tl.program_id(0) == 0:
                     column = batch + i * COLUMNS + at
                     tl.store(normed + column, value, mask=column < K)
-            vector, factor = slices_of_vector(value, OPERAND, dtype)
-            if dtype.primitive_bitwidth == 8:
-                factor *= factors[i]
-            slices = slices_of_rows(tiles[i], OPERAND, WARPS)
-            factor = tl.broadcast_to(factor[:, None, :], (WARPS, ROWS, 8))
+            vector, factor = fmt.vector(
+                slices_of_vector(value, fmt.bits), OPERAND, weight.dtype.element_ty
+            )
+            slices = fmt.weights(slices_of_rows(tiles[i], WARPS), scales[i], OPERAND)
+            factor = fmt.factor(factor, scales[i])
             sums = add_products(sums, slices, vector, factor, TENSOR_CORES)
     result = row_sums(sums, ROWS, TENSOR_CORES)
     if BIAS:
         result += shift.to(tl.float32)
     result = result.to(out.dtype.element_ty)
-    if RESIDUAL:
+    if inputs.residual is not None:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out + place + row, result, mask=inside)
 
@@ -196,89 +206,20 @@ def check_linears(
     hidden = x.shape[1]
     if not 1 <= len(matrices) <= MAX_MATRICES:
         raise ValueError(f"{len(matrices)} matrices, expected 1 to {MAX_MATRICES}")
-    if len({(m.scale is None, m.bias is None) for m in matrices}) > 1:
-        raise ValueError("some matrices have scales or biases, others have none")
-    for weight, scale, bias in matrices:
-        dtype = x.dtype if scale is None else torch.float8_e4m3fn
-        check("weight", weight, dtype, (-1, hidden), x.device)
-        if scale is not None:
-            check("scale", scale, torch.float32, num_blocks(*weight.shape), x.device)
-        if bias is not None:
-            check("bias", bias, x.dtype, (len(weight),), x.device)
+    if len({(matrix.format.name, matrix.bias is None) for matrix in matrices}) > 1:
+        names = [matrix.format.name for matrix in matrices]
+        raise ValueError(f"matrices of {names}, expected one format, and a bias for all or none")
+    for matrix in matrices:
+        check_parts(matrix.format, matrix.parts, matrix.rows, hidden, x.device)
+        if matrix.bias is not None:
+            check("bias", matrix.bias, x.dtype, (matrix.rows,), x.device)
     if norm is not None:
         check("norm.weight", norm.weight, x.dtype, (hidden,), x.device)
     if residual is not None:
-        check("residual", residual, x.dtype, (x.shape[0], len(matrices[0].weight)), x.device)
+        check("residual", residual, x.dtype, (x.shape[0], matrices[0].rows), x.device)
 
 
-def linears_triton(
-    x: torch.Tensor,
-    matrices: Sequence[Matrix],
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    tiling: RowTiling | None = None,
-) -> list[torch.Tensor]:
-    check_kernel_device(x)
-    check_linears(x, matrices, norm, residual)
-    if x.shape[0] == 1:
-        row = one_token(x, matrices, norm, residual, tiling)
-        return list(row.split([len(matrix.weight) for matrix in matrices], dim=1))
-    h = x if norm is None else rms_norm(x, *norm)
-    out = []
-    for weight, scale, bias in matrices:
-        plain = weight if scale is None else dequantize(weight, scale, x.dtype)
-        out.append(F.linear(h, plain, bias))
-    return out if residual is None else [residual + product for product in out]
-
-
-def one_token(
-    x: torch.Tensor,
-    matrices: Sequence[Matrix],
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    tiling: RowTiling | None,
-    normed: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The products of `x` [1, in] one behind the other, [1, sum of out]; norm(x) into `normed`."""
-    cols, sizes = x.shape[1], [len(matrix.weight) for matrix in matrices]
-    if cols % 16:
-        raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
-    out = torch.empty((1, sum(sizes)), dtype=x.dtype, device=x.device)
-    tiling = tiling or linear_tiling(sum(sizes), cols, matrices[0].weight.dtype, x.device)
-    arguments: list[Any] = []
-    for weight, scale, bias in [*matrices, *[matrices[0]] * MAX_MATRICES][:MAX_MATRICES]:
-        codes = weight if scale is None else kernel_codes(weight)
-        # what a kernel has no use for must still be a pointer, or it could not choose among three
-        arguments += [codes, codes if scale is None else scale, x if bias is None else bias]
-        arguments.append(len(weight))
-    _gemv_kernel[(sum(triton.cdiv(size, tiling.rows) for size in sizes),)](
-        x,
-        x if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
-        x if residual is None else residual,
-        x if normed is None else normed,
-        out,
-        *arguments,
-        cols,
-        tiling.rows,
-        tiling.tiles,
-        tiling.num_warps,
-        operand_of(arguments[0], x),
-        on_tensor_cores(arguments[0], x),
-        triton.next_power_of_2(cols),
-        len(matrices),
-        norm is not None,
-        normed is not None,
-        residual is not None,
-        matrices[0].bias is not None,
-        num_warps=tiling.num_warps,
-        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
-        enable_fp_fusion=True,
-        **pdl_options(x.device),
-    )
-    return out
-
-
+@verb(linears_reference)
 def linears(
     x: torch.Tensor,
     matrices: Sequence[Matrix],
@@ -288,11 +229,60 @@ def linears(
     """Return `x` [T, in], after the `norm` if there is one, times the transpose of each of up to
     three matrices [out, in], plus its bias, plus `residual` [T, out]: [T, out] in the dtype of x.
 
-    The product is rounded to that dtype before the residual is added. Either all matrices have
-    scales, or none, and likewise biases.
+    The product is rounded to that dtype before the residual is added. All matrices are stored in
+    one format, and either all have a bias or none.
     """
-    run = linears_triton if x.is_cuda else linears_reference
-    return run(x, matrices, norm, residual)
+    check_kernel_device(x)
+    check_linears(x, matrices, norm, residual)
+    if x.shape[0] == 1:
+        row = one_token(x, matrices, norm, residual, tiling_of(x, matrices))
+        return list(row.split([matrix.rows for matrix in matrices], dim=1))
+    h = x if norm is None else rms_norm.launch(x, *norm)
+    dense = ((matrix.format.decode(matrix.parts, x.dtype), matrix.bias) for matrix in matrices)
+    return _added(residual, [F.linear(h, *each) for each in dense])
+
+
+def tiling_of(x: torch.Tensor, matrices: Sequence[Matrix]) -> RowTiling:
+    """The tiling of `one_token`."""
+    row_bytes = x.shape[1] * matrices[0].format.tiles.bits.value // 8
+    return linear_tiling(sum(matrix.rows for matrix in matrices), row_bytes, x.device)
+
+
+def one_token(
+    x: torch.Tensor,
+    matrices: Sequence[Matrix],
+    norm: Norm | None,
+    residual: torch.Tensor | None,
+    tiling: RowTiling,
+    normed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The products of `x` [1, in] one behind the other, [1, sum of out]; norm(x) into `normed`."""
+    cols, fmt, biased = x.shape[1], matrices[0].format, matrices[0].bias is not None
+    if cols % 16:
+        raise ValueError(f"weight has {cols} columns, expected a multiple of 16")
+    out = torch.empty((1, sum(m.rows for m in matrices)), dtype=x.dtype, device=x.device)
+    _gemv_kernel[(sum(triton.cdiv(m.rows, tiling.rows) for m in matrices),)](
+        inputs=_Inputs(x, norm and norm.weight, norm.eps if norm else 0.0, residual),
+        matrices=tuple(
+            _Rows(fmt.codes(m.parts[0]), m.parts[1:], x if m.bias is None else m.bias, m.rows)
+            for m in matrices
+        ),
+        out=out,
+        normed=normed,
+        fmt=fmt.tiles,
+        K=cols,
+        ROWS=tiling.rows,
+        TILES=tiling.tiles,
+        WARPS=tiling.num_warps,
+        **operands(fmt, x.dtype),
+        BLOCK_H=triton.next_power_of_2(cols),
+        BIAS=biased,
+        num_warps=tiling.num_warps,
+        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
+        enable_fp_fusion=True,
+        **pdl_options(x.device),
+    )
+    return out
 
 
 def linear(

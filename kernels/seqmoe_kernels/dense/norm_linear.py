@@ -10,11 +10,11 @@ from seqmoe_kernels.dense.linear import (
     Matrix,
     check_linears,
     linear_reference,
-    linears_triton,
+    linears,
     one_token,
+    tiling_of,
 )
 from seqmoe_kernels.dense.norm import Norm, rms_norm, rms_norm_reference
-from seqmoe_kernels.dense.tiling import linear_tiling
 
 
 def normed_linear_reference(
@@ -36,7 +36,7 @@ def normed_linear(
     if x.shape[0] == 1:
         h = torch.empty_like(x)
         # the tiling that `matrix` has by itself, so that `more` does not change a bit of its result
-        tiling = linear_tiling(len(matrix.weight), x.shape[1], matrix.weight.dtype, x.device)
+        tiling = tiling_of(x, [matrix])
         return h, one_token(x, matrices, norm, None, tiling, h)
-    h = rms_norm(x, *norm)
-    return h, torch.cat(linears_triton(h, matrices), dim=1)
+    h = rms_norm.launch(x, *norm)
+    return h, torch.cat(linears.launch(h, matrices), dim=1)

@@ -6,51 +6,60 @@ are the 8 columns of the other. An eighth of that product is wanted, a row's sli
 slice of the vector, but it takes one instruction for 256 weights, and no lane needs what another
 has loaded. The warps of a program share the columns of its rows.
 
-FP8 weights and 16-bit vectors meet as f16: the codes fit exactly, and the vector does once each
-slice of it is brought near to 1 by a power of two (what is then below 2^-39 of a slice's largest is
-lost). Sums are f32. Vectors of f32 are multiplied without tensor cores.
+How weights are stored is the format's: `fmt` is its `TileFunctions`. Sums are f32. Vectors of f32
+are multiplied without tensor cores.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.formats.fp8_block import BLOCK, decode_half
+from seqmoe_kernels.formats import Format
 
-_BLOCK = tl.constexpr(BLOCK)
 _SLICES = tl.constexpr(8)
 TILE_BITS = tl.constexpr(32 * 128)  # of a row in a tile: COLUMNS weights
 
-
-def operand_of(weights: torch.Tensor, x: torch.Tensor) -> tl.dtype:
-    """As what weights and elements of `x` are multiplied. The interpreter has no bfloat16."""
-    if x.dtype == torch.float32 or weights.dtype == torch.float32:
-        return tl.float32
-    if weights.dtype.itemsize == 1 or weights.dtype == x.dtype == torch.float16:
-        return tl.float16
-    return tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
-def on_tensor_cores(weights: torch.Tensor, x: torch.Tensor) -> bool:
-    return x.dtype != torch.float32 and weights.dtype != torch.float32
+def operands(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a kernel: as what weights and elements of a vector of `dtype` are multiplied,
+    and where. The interpreter has no bfloat16."""
+    operand = fmt.operand(dtype)
+    interpreted = triton.knobs.runtime.interpret and operand == torch.bfloat16
+    return {
+        "OPERAND": tl.float32 if interpreted else _TRITON_DTYPES[operand],
+        "TENSOR_CORES": operand != torch.float32,
+    }
 
 
 @triton.jit
-def slices_of_rows(tile, OPERAND: tl.constexpr, WARPS: tl.constexpr):
-    """A tile [ROWS, WARPS * COLUMNS] as slices [WARPS, ROWS * 8, COLUMNS / 8], with columns in the
-    order of `vector_columns`."""
+def load_tile(weight, starts, inside, column, K: tl.constexpr):
+    """Columns of rows that begin at element `starts` [rows]; zero where not `inside` or past K."""
+    mask = inside[:, None] & (column < K)[None, :]
+    return tl.load(
+        weight + starts[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+    )
+
+
+@triton.jit
+def slices_of_rows(tile, WARPS: tl.constexpr):
+    """A tile as stored [ROWS, WARPS * n] as slices [WARPS, ROWS * 8, n / 8], with columns in the
+    order of `vector_columns`: 32 bits of each quarter of the slice in turn."""
     ROWS: tl.constexpr = tile.shape[0]
     LENGTH: tl.constexpr = tile.shape[1] // WARPS // _SLICES
     RUN: tl.constexpr = 32 // tile.dtype.primitive_bitwidth  # what a lane gives to an instruction
     rows = tl.reshape(tile, (ROWS, WARPS, _SLICES, 4, LENGTH // 4 // RUN, RUN))
     rows = tl.permute(rows, (1, 0, 2, 4, 3, 5))
-    rows = tl.reshape(rows, (WARPS, ROWS * _SLICES, LENGTH))
-    if rows.dtype == tl.int8:
-        return decode_half(rows).to(OPERAND)
-    else:
-        return rows.to(OPERAND)
+    return tl.reshape(rows, (WARPS, ROWS * _SLICES, LENGTH))
 
 
 @triton.jit
@@ -72,32 +81,14 @@ def slice_starts(LENGTH: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def slices_of_vector(value, OPERAND: tl.constexpr, WEIGHTS: tl.constexpr):
-    """Elements of a vector at `vector_columns` as slices [WARPS, 8, LENGTH] for weights of dtype
-    WEIGHTS, and the factor of each slice [WARPS, 8] by which its products are too small."""
+def slices_of_vector(value, BITS: tl.constexpr):
+    """Elements of a vector at `vector_columns` as slices [WARPS, 8, LENGTH], in the order of
+    weights of BITS."""
     WARPS: tl.constexpr = value.shape[2]
     LENGTH: tl.constexpr = 4 * value.shape[3] * value.shape[4]
-    RUN: tl.constexpr = 32 // WEIGHTS.primitive_bitwidth
+    RUN: tl.constexpr = 32 // BITS
     rows = tl.reshape(value, (4, _SLICES, WARPS, LENGTH // 4 // RUN, RUN))
-    rows = tl.reshape(tl.permute(rows, (2, 1, 3, 0, 4)), (WARPS, _SLICES, LENGTH))
-    factor = tl.full((WARPS, _SLICES), 1.0, tl.float32)
-    if WEIGHTS.primitive_bitwidth == 8:
-        wide = rows.to(tl.float32)
-        shrink, factor = _to_unity(tl.max(tl.abs(wide), 2))
-        rows = wide * shrink[:, :, None]
-        if WEIGHTS.is_int8():  # see `decode_half`
-            factor *= 256.0
-    return rows.to(OPERAND), factor
-
-
-@triton.jit
-def _to_unity(peak):
-    """A power of two that brings `peak` (f32, at least 0) below 2^15, most to 2^14, and its
-    inverse."""
-    exponent = peak.to(tl.int32, bitcast=True) >> 23
-    shrink = tl.minimum(268 - exponent, 253) << 23
-    grow = tl.maximum(exponent - 14, 1) << 23
-    return shrink.to(tl.float32, bitcast=True), grow.to(tl.float32, bitcast=True)
+    return tl.reshape(tl.permute(rows, (2, 1, 3, 0, 4)), (WARPS, _SLICES, LENGTH))
 
 
 @triton.jit
@@ -109,9 +100,10 @@ def no_sums(ROWS: tl.constexpr, WARPS: tl.constexpr, TENSOR_CORES: tl.constexpr)
 @triton.jit
 def add_products(sums, rows, vector, factor, TENSOR_CORES: tl.constexpr):
     """Slices of rows [WARPS, ROWS * 8, n] times slices of a vector [WARPS, 8, n], times the
-    `factor` [WARPS, ROWS, 8] of each row's slices, added to `sums`."""
-    WARPS: tl.constexpr = factor.shape[0]
-    ROWS: tl.constexpr = factor.shape[1]
+    `factor` [WARPS, ROWS (or 1), 8] of each row's slices, added to `sums`."""
+    WARPS: tl.constexpr = rows.shape[0]
+    ROWS: tl.constexpr = rows.shape[1] // _SLICES
+    factor = tl.broadcast_to(factor, (WARPS, ROWS, _SLICES))
     factor = tl.reshape(factor, (WARPS, ROWS * _SLICES, 1))
     if TENSOR_CORES:
         part = tl.dot(rows, tl.permute(vector, (0, 2, 1)), input_precision="ieee")

@@ -6,20 +6,23 @@ with down, adds up the experts with their weights, and adds the residual stream.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import pdl_options
 from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.dense.tensor_core_gemv import on_tensor_cores, operand_of
+from seqmoe_kernels.dense.tensor_core_gemv import operands
 from seqmoe_kernels.dense.tiling import RowTiling, down_tiling, gate_up_tiling
+from seqmoe_kernels.experts.activation import SWIGLU, Activation
 from seqmoe_kernels.experts.combine import combine_reference
 from seqmoe_kernels.experts.mlp_kernels import _down_kernel, _gate_up_kernel
-from seqmoe_kernels.experts.prefill import check_slots, expert_pairs
-from seqmoe_kernels.formats.fp8_block import kernel_codes
+from seqmoe_kernels.experts.prefill import expert_pairs
+from seqmoe_kernels.experts.record import ExpertFormat, check_slots
+from seqmoe_kernels.formats import Format
 from seqmoe_kernels.pool.resolve import Resolved
-from seqmoe_kernels.state import ExpertFormat
 
 
 def expert_mlp_reference(
@@ -29,9 +32,10 @@ def expert_mlp_reference(
     resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
+    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
     pairs = torch.empty((1, len(weights), fmt.hidden), device=x.device)
-    expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs)
+    expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs, activation)
     return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
 
 
@@ -52,96 +56,74 @@ def check_expert_mlp(
     check("weights", weights, torch.float32, resolved.slots.shape, x.device)
 
 
-def _typed_views(slots: torch.Tensor, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots as weights and as f32 scales."""
-    weights = slots.view(fmt.weight_dtype)
-    fp8 = fmt.weight_dtype == torch.float8_e4m3fn
-    return kernel_codes(weights) if fp8 else weights, slots.view(torch.float32)
-
-
-def gate_up_triton(
+def gate_up(
     h: torch.Tensor,
     slots: torch.Tensor,
     resolved: Resolved,
     fmt: ExpertFormat,
-    tiling: RowTiling | None = None,
+    activation: Activation,
+    tiling: RowTiling,
 ) -> torch.Tensor:
     """The activations [K, I] of one token's experts."""
-    weights, scales = _typed_views(slots, fmt)
-    size = fmt.weight_dtype.itemsize
     num_pairs = len(resolved.slots)
-    tiling = tiling or gate_up_tiling(fmt.hidden, fmt.weight_dtype)
     act = torch.empty((num_pairs, fmt.inter), dtype=h.dtype, device=h.device)
     _gate_up_kernel[(triton.cdiv(fmt.inter, tiling.rows), num_pairs)](
-        h,
-        weights,
-        scales,
-        resolved.slots,
-        resolved.miss_slots,
-        resolved.num_misses,
-        act,
-        weights.stride(0),
-        scales.stride(0),
-        fmt.hidden,
-        fmt.inter,
-        fmt.gate // size,
-        fmt.up // size,
-        fmt.gate_scale // 4,
-        fmt.up_scale // 4,
-        triton.next_power_of_2(num_pairs),
-        tiling.rows,
-        tiling.tiles,
-        tiling.num_warps,
-        operand_of(weights, h),
-        on_tensor_cores(weights, h),
-        num_warps=tiling.num_warps,
-        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
-        enable_fp_fusion=True,
-        **pdl_options(h.device),
+        h=h,
+        slots=fmt.gate.views(slots),
+        resolved=resolved,
+        act=act,
+        fmt=fmt.gate.format.tiles,
+        activation=activation.kernel,
+        H=fmt.hidden,
+        I=fmt.inter,
+        GATE=fmt.gate.part_offsets,
+        UP=fmt.up.part_offsets,
+        BLOCK_K=triton.next_power_of_2(num_pairs),
+        **_options(fmt.gate.format, tiling, h),
     )
     return act
 
 
-def down_triton(
+def down(
     act: torch.Tensor,
     slots: torch.Tensor,
     pair_slots: torch.Tensor,
     weights: torch.Tensor,
     residual: torch.Tensor,
     fmt: ExpertFormat,
-    tiling: RowTiling | None = None,
+    tiling: RowTiling,
 ) -> torch.Tensor:
     """`residual` [1, H] plus the `down` products of the activations [K, I], weighted."""
-    codes, scales = _typed_views(slots, fmt)
-    num_pairs = len(pair_slots)
-    tiling = tiling or down_tiling(fmt.inter * num_pairs, fmt.weight_dtype)
     out = torch.empty_like(residual)
     _down_kernel[(triton.cdiv(fmt.hidden, tiling.rows),)](
-        act,
-        codes,
-        scales,
-        pair_slots,
-        weights,
-        residual,
-        out,
-        codes.stride(0),
-        scales.stride(0),
-        fmt.hidden,
-        fmt.inter,
-        fmt.down // fmt.weight_dtype.itemsize,
-        fmt.down_scale // 4,
-        num_pairs,
-        tiling.rows,
-        tiling.tiles,
-        tiling.num_warps,
-        operand_of(codes, act),
-        on_tensor_cores(codes, act),
-        num_warps=tiling.num_warps,
-        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
-        enable_fp_fusion=True,
-        **pdl_options(act.device),
+        act=act,
+        slots=fmt.down.views(slots),
+        pair_slots=pair_slots,
+        pair_weights=weights,
+        residual=residual,
+        out=out,
+        fmt=fmt.down.format.tiles,
+        H=fmt.hidden,
+        I=fmt.inter,
+        DOWN=fmt.down.part_offsets,
+        TOP_K=len(pair_slots),
+        **_options(fmt.down.format, tiling, act),
     )
     return out
+
+
+def _options(fmt: Format, tiling: RowTiling, vector: torch.Tensor) -> dict[str, Any]:
+    """What both launches say of the tiling and the device."""
+    return {
+        "ROWS": tiling.rows,
+        "TILES": tiling.tiles,
+        "WARPS": tiling.num_warps,
+        **operands(fmt, vector.dtype),
+        "num_warps": tiling.num_warps,
+        "num_stages": 1,  # nothing is to be read ahead of `wait_for_inputs`
+        "enable_fp_fusion": True,
+        **pdl_options(vector.device),
+    }
 
 
 @verb(expert_mlp_reference)
@@ -152,8 +134,9 @@ def expert_mlp(
     resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
+    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """Return x plus the sum over K of `weights` times down(silu(gate(h)) * up(h)).
+    """Return x plus the sum over K of `weights` times down(activation(gate(h), up(h))).
 
     `x` and `h` are [1, H], `slots` uint8 [S, R]. The K experts lie in `resolved.slots`, the missed
     ones since a `fetch` right before, and weigh `weights` (f32 [K]). Products and their sums are
@@ -162,5 +145,6 @@ def expert_mlp(
     """
     check_kernel_device(x)
     check_expert_mlp(x, h, slots, resolved, weights, fmt)
-    act = gate_up_triton(h, slots, resolved, fmt)
-    return down_triton(act, slots, resolved.slots, weights, x, fmt)
+    act = gate_up(h, slots, resolved, fmt, activation, gate_up_tiling(fmt.gate.row_bytes))
+    tiling = down_tiling(fmt.down.row_bytes * len(weights))
+    return down(act, slots, resolved.slots, weights, x, fmt, tiling)

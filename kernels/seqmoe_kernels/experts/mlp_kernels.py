@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.launch import acquired, let_next_start, wait_for_inputs
-from seqmoe_kernels.dense.f32_gemv import load_tile
 from seqmoe_kernels.dense.tensor_core_gemv import (
     TILE_BITS,
     add_products,
+    load_tile,
     no_sums,
     row_sums,
     slice_starts,
@@ -20,15 +20,7 @@ from seqmoe_kernels.dense.tensor_core_gemv import (
     slices_of_vector,
     vector_columns,
 )
-from seqmoe_kernels.formats.fp8_block import BLOCK, block_row
-
-_BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def _scales(pointers, inside):
-    """Past the L1 cache, like weights: it may still hold what was in the slot before."""
-    return tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+from seqmoe_kernels.experts.record import others_at
 
 
 @triton.jit
@@ -41,20 +33,15 @@ def _is_missed(slot, miss_slots, num_wanted, BLOCK_K: tl.constexpr):
 @triton.jit
 def _gate_up_kernel(
     h,
-    weights,
-    scales,
-    pair_slots,
-    miss_slots,
-    num_misses,
+    slots,
+    resolved,
     act,
-    slot_weights,
-    slot_scales,
+    fmt,
+    activation,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     GATE: tl.constexpr,
     UP: tl.constexpr,
-    GATE_SCALE: tl.constexpr,
-    UP_SCALE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -63,57 +50,60 @@ def _gate_up_kernel(
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The vector `h` [H] times gate and up [I, H] of the experts in `resolved` (`Resolved`), with
+    the `activation`: `act` [K, I]. A program has ROWS rows of gate and of up of one expert.
+
+    `slots`: a tuple of `PartOfSlots`, in which gate and up lie at the offsets GATE and UP, tuples
+    too, in the format `fmt`.
+    """
     # The fetch before this kernel lets it start when the slots are known. Those of hits hold what
     # they should: only programs of a miss wait for the fetch, and the others work meanwhile.
-    dtype: tl.constexpr = weights.dtype.element_ty
-    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // dtype.primitive_bitwidth)
-    SLICE: tl.constexpr = TILE_BITS // 8 // dtype.primitive_bitwidth
+    weights, slot_weights = slots[0]
+    STORED: tl.constexpr = weights.dtype.element_ty
+    PACKED: tl.constexpr = STORED.primitive_bitwidth // fmt.bits  # weights in an element
+    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // fmt.bits)
+    SLICE: tl.constexpr = TILE_BITS // 8 // fmt.bits
     pair = tl.program_id(1)
-    here = tl.load(pair_slots + pair, cache_modifier=".cg")
+    here = tl.load(resolved.slots + pair, cache_modifier=".cg")
     if PDL:  # noqa: SIM102
-        if acquired(num_misses) > 0:  # (one condition is the compiler's)  # noqa: SIM102
-            if _is_missed(here, miss_slots, tl.num_programs(1), BLOCK_K):
+        if acquired(resolved.num_misses) > 0:  # (one condition is the compiler's)  # noqa: SIM102
+            if _is_missed(here, resolved.miss_slots, tl.num_programs(1), BLOCK_K):
                 wait_for_inputs(PDL)
     let_next_start(PDL)  # not before: the next kernel reads slots without waiting for this one
     slot = tl.maximum(here, 0).to(tl.int64)
     first = tl.program_id(0) * ROWS
     order = tl.arange(0, 2 * ROWS)  # rows of gate and up in turn
     row = first + order // 2
-    starts = slot * slot_weights + GATE + order % 2 * (UP - GATE) + row * H
-    of_slot = scales + slot * slot_scales + block_row(first, H)
-    is_up = (order % 2 == 1)[None, :, None]
+    inside, is_up = row < I, order % 2 == 1
+    starts = slot * slot_weights + GATE[0] + order % 2 * (UP[0] - GATE[0]) + row * (H // PACKED)
+    of_gate, of_up = others_at(slots, GATE, slot), others_at(slots, UP, slot)
     starts_of_slices = slice_starts(SLICE, WARPS)
     at = vector_columns(SLICE, WARPS, 16 // (act.dtype.element_ty.primitive_bitwidth // 8))
     sums = no_sums(2 * ROWS, WARPS, TENSOR_CORES)
     for batch in range(0, H, TILES * COLUMNS):
         tiles, gates, ups, vectors = (), (), (), ()
         for i in tl.static_range(TILES):
-            column = batch + i * COLUMNS + tl.arange(0, COLUMNS)
-            tiles += (load_tile(weights, starts, row < I, column, H),)  # type: ignore[assignment]
+            column = (batch + i * COLUMNS) // PACKED + tl.arange(0, COLUMNS // PACKED)
+            tiles += (load_tile(weights, starts, inside, column, H // PACKED),)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
-            if dtype.primitive_bitwidth == 8:
-                begin = batch + i * COLUMNS + starts_of_slices
-                block, inside = begin // _BLOCK, begin < H
-                gates += (_scales(of_slot + GATE_SCALE + block, inside),)  # type: ignore[assignment]
-                ups += (_scales(of_slot + UP_SCALE + block, inside),)  # type: ignore[assignment]
+            begin = batch + i * COLUMNS + starts_of_slices
+            # Past the L1 cache, like weights: it may still hold what was in the slot before.
+            gates += (fmt.scales(of_gate, first, row, begin, begin < H, H, ".cg"),)  # type: ignore[assignment]
+            ups += (fmt.scales(of_up, first, row, begin, begin < H, H, ".cg"),)  # type: ignore[assignment]
         tl.debug_barrier()  # or the compiler would put some of these off to save registers
         for i in tl.static_range(TILES):
             column = batch + i * COLUMNS + at
             vectors += (tl.load(h + column, mask=column < H, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
-            rows = slices_of_rows(tiles[i], OPERAND, WARPS)
-            vector, factor = slices_of_vector(vectors[i], OPERAND, dtype)
-            if dtype.primitive_bitwidth == 8:
-                scale = tl.where(is_up, ups[i][:, None, :], gates[i][:, None, :])
-                factors = factor[:, None, :] * scale
-            else:
-                factors = tl.broadcast_to(factor[:, None, :], (WARPS, 2 * ROWS, 8))
-            sums = add_products(sums, rows, vector, factors, TENSOR_CORES)
+            scales = fmt.joined(gates[i], ups[i], is_up[None, :, None])
+            rows = fmt.weights(slices_of_rows(tiles[i], WARPS), scales, OPERAND)
+            vector, factor = fmt.vector(slices_of_vector(vectors[i], fmt.bits), OPERAND, STORED)
+            sums = add_products(sums, rows, vector, fmt.factor(factor, scales), TENSOR_CORES)
     gate, up = tl.split(tl.reshape(row_sums(sums, 2 * ROWS, TENSOR_CORES), (ROWS, 2)))
-    value = gate / (1 + tl.exp(-gate)) * up
+    value = activation(gate, up)
     row = first + tl.arange(0, ROWS)
     tl.store(act + pair * I + row, value.to(act.dtype.element_ty), mask=row < I)
-    wait_for_inputs(PDL)  # whoever waits for this kernel waits for the fetch, too
+    wait_for_inputs(PDL)  # a kernel that waits for this one thereby waits for the fetch, too
 
 
 @triton.jit
@@ -129,10 +119,9 @@ def _down_tile(
     TOP_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Columns of rows [ROWS, COLUMNS] from column `start` of all experts together on, each padded
-    to whole slices."""
-    dtype: tl.constexpr = weights.dtype.element_ty
-    CHUNK: tl.constexpr = TILE_BITS // 32 // dtype.primitive_bitwidth
+    """Elements of rows as stored, from element `start` of all experts together on: [ROWS, n]. A
+    row of an expert has I elements, padded to whole slices."""
+    CHUNK: tl.constexpr = TILE_BITS // 32 // weights.dtype.element_ty.primitive_bitwidth
     PADDED: tl.constexpr = (I + 4 * CHUNK - 1) // (4 * CHUNK) * (4 * CHUNK)
     chunk = start + tl.arange(0, 32 * WARPS) * CHUNK  # in one expert each
     inside = (chunk < TOP_K * PADDED) & (chunk % PADDED < I)
@@ -160,18 +149,15 @@ def _activations(
 @triton.jit
 def _down_kernel(
     act,
-    weights,
-    scales,
+    slots,
     pair_slots,
     pair_weights,
     residual,
     out,
-    slot_weights,
-    slot_scales,
+    fmt,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     DOWN: tl.constexpr,
-    DOWN_SCALE: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
@@ -180,47 +166,53 @@ def _down_kernel(
     TENSOR_CORES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Activations `act` [K, I] times down [H, I] of the experts in `pair_slots` [K], times their
+    `pair_weights` [K], plus `residual` [H]: `out` [H]. A program has ROWS rows of all experts.
+
+    `slots`: a tuple of `PartOfSlots`, in which down lies at the offsets DOWN, in the format `fmt`.
+    """
     # One product of rows as long as all experts together: activations [K * I] lie in a row, the
     # weights of a row lie in K slots. `_gate_up_kernel` lets this one start after the fetch: all
     # that it reads but the activations is there.
-    dtype: tl.constexpr = weights.dtype.element_ty
-    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // dtype.primitive_bitwidth)
-    SLICE: tl.constexpr = TILE_BITS // 8 // dtype.primitive_bitwidth
+    weights, slot_weights = slots[0]
+    STORED: tl.constexpr = weights.dtype.element_ty
+    PACKED: tl.constexpr = STORED.primitive_bitwidth // fmt.bits  # weights in an element
+    COLUMNS: tl.constexpr = WARPS * (TILE_BITS // fmt.bits)
+    SLICE: tl.constexpr = TILE_BITS // 8 // fmt.bits
     PADDED: tl.constexpr = (I + SLICE - 1) // SLICE * SLICE
     LENGTH: tl.constexpr = TOP_K * PADDED
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
-    of_rows = scales + DOWN_SCALE + block_row(first, I)
     starts_of_slices = slice_starts(SLICE, WARPS)
     column = vector_columns(SLICE, WARPS, 16 // (act.dtype.element_ty.primitive_bitwidth // 8))
     before = tl.load(residual + row, mask=row < H, other=0, cache_modifier=".cg")
     sums = no_sums(ROWS, WARPS, TENSOR_CORES)
     for batch in range(0, LENGTH, TILES * COLUMNS):
-        tiles, vectors, shares = (), (), ()
+        tiles, vectors, scales, shares = (), (), (), ()
         for i in tl.static_range(TILES):
-            here = batch + i * COLUMNS
+            start = (batch + i * COLUMNS) // PACKED
             tile = _down_tile(
-                weights, pair_slots, row, here, slot_weights, H, I, DOWN, TOP_K, WARPS
+                weights, pair_slots, row, start, slot_weights, H, I // PACKED, DOWN[0], TOP_K, WARPS
             )
             tiles += (tile,)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
             at = batch + i * COLUMNS + starts_of_slices
             inside, expert = at < LENGTH, at // PADDED
             share = tl.load(pair_weights + expert, mask=inside, other=0.0, cache_modifier=".cg")
-            if dtype.primitive_bitwidth == 8:
-                slot = tl.load(pair_slots + expert, mask=inside, other=0, cache_modifier=".cg")
-                of_slot = of_rows + tl.maximum(slot, 0).to(tl.int64) * slot_scales
-                share *= _scales(of_slot + at % PADDED // _BLOCK, inside)
-            shares += (share,)  # type: ignore[assignment]
+            slot = tl.load(pair_slots + expert, mask=inside, other=0, cache_modifier=".cg")
+            others = others_at(slots, DOWN, tl.maximum(slot, 0).to(tl.int64))
+            scale = fmt.scales(others, first, row, at % PADDED, inside, I, ".cg")
+            scales += (scale,)  # type: ignore[assignment]
+            shares += (fmt.factor(share, scale),)  # type: ignore[assignment]
         if batch == 0:
             wait_for_inputs(PDL)
             let_next_start(PDL)
         for i in tl.static_range(TILES):
             vectors += (_activations(act, batch + i * COLUMNS + column, I, PADDED, TOP_K),)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
-            rows = slices_of_rows(tiles[i], OPERAND, WARPS)
-            vector, factor = slices_of_vector(vectors[i], OPERAND, dtype)
-            factors = tl.broadcast_to((factor * shares[i])[:, None, :], (WARPS, ROWS, 8))
-            sums = add_products(sums, rows, vector, factors, TENSOR_CORES)
+            rows = fmt.weights(slices_of_rows(tiles[i], WARPS), scales[i], OPERAND)
+            vector, factor = fmt.vector(slices_of_vector(vectors[i], fmt.bits), OPERAND, STORED)
+            factor = factor[:, None, :] * shares[i]
+            sums = add_products(sums, rows, vector, factor, TENSOR_CORES)
     mixed = row_sums(sums, ROWS, TENSOR_CORES).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row, (before.to(tl.float32) + mixed).to(out.dtype.element_ty), mask=row < H)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from seqmoe_kernels.common.checks import check
+
 # Dtypes of parts, as safetensors files name them.
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -126,3 +128,15 @@ def format_of(weight: torch.Tensor) -> Format:
     """The format whose first part has this tensor's dtype and gives its name to the format."""
     names = (name for name, dtype in TORCH_DTYPES.items() if dtype == weight.dtype)
     return find_format(next(names, str(weight.dtype)))
+
+
+def check_parts(
+    fmt: Format, parts: Sequence[torch.Tensor], rows: int, cols: int, device: torch.device
+) -> None:
+    """Raise ValueError unless these are the parts of a weight [rows, cols] on `device`."""
+    expected = fmt.parts(rows, cols)
+    if len(parts) != len(expected):
+        raise ValueError(f"a {fmt.name} weight has {len(parts)} parts, expected {len(expected)}")
+    for part, tensor in zip(expected, parts, strict=True):
+        dtype = TORCH_DTYPES[part.dtype]
+        check(f"weight{part.suffix}", tensor, dtype, part.shape, device)

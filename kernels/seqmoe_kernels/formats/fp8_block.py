@@ -45,17 +45,6 @@ def num_blocks(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-cols // BLOCK)
 
 
-def kernel_codes(weight: torch.Tensor) -> torch.Tensor:
-    """FP8 weights as kernels on their device want to see them."""
-    return weight if converts_fp8(weight.device) else weight.view(torch.int8)
-
-
-@triton.jit
-def block_row(row, K: tl.constexpr):
-    """The offset of the scales of row `row` of a weight with K columns."""
-    return row // _BLOCK * tl.cdiv(K, _BLOCK)
-
-
 @triton.jit
 def _decode_biased(byte):
     """Decode int8 e4m3 codes to f32 values times 2^-120. Wrong for the two NaN codes only."""
@@ -64,7 +53,7 @@ def _decode_biased(byte):
 
 
 @triton.jit
-def decode_half(byte):
+def _decode_half(byte):
     """Decode int8 e4m3 codes to f16 values times 2^-8. Wrong for the two NaN codes only."""
     spread_sign = byte.to(tl.int16) << 7  # s s e e e e m m m 0...
     return (spread_sign & -0x4080).to(tl.float16, bitcast=True)  # s 0 e e e e m m m 0...
@@ -85,7 +74,7 @@ def _joined(even, odd, is_odd):
 @triton.jit
 def _weights(rows, scales, OPERAND: tl.constexpr):
     if rows.dtype == tl.int8:
-        return decode_half(rows).to(OPERAND)
+        return _decode_half(rows).to(OPERAND)
     else:
         return rows.to(OPERAND)
 
@@ -94,7 +83,7 @@ def _weights(rows, scales, OPERAND: tl.constexpr):
 def _vector(rows, OPERAND: tl.constexpr, STORED: tl.constexpr):
     wide = rows.to(tl.float32)
     shrink, factor = _to_unity(tl.max(tl.abs(wide), 2))
-    if STORED.is_int8():  # see `decode_half`
+    if STORED.is_int8():  # see `_decode_half`
         factor *= 256.0
     return (wide * shrink[:, :, None]).to(OPERAND), factor
 

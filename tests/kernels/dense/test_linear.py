@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from seqmoe_kernels import Matrix, Norm, linear, linears
-from seqmoe_kernels.dense.linear import (
-    linear_reference,
-    linears_reference,
-    linears_triton,
-)
+from seqmoe_kernels.dense.linear import linear_reference, linears_reference, one_token
 from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.dense.tiling import RowTiling, linear_tiling
 from seqmoe_kernels.formats.fp8_block import dequantize_reference
@@ -19,8 +15,10 @@ from tests.kernels.fp8_weights import random_fp8
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272), (5, 8208)]
 
 
-def linear_triton(x: torch.Tensor, *matrix: torch.Tensor | None) -> torch.Tensor:
-    return linears_triton(x, [Matrix(*matrix)])[0]  # type: ignore[arg-type]
+def launched(
+    x: torch.Tensor, *parts: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return linears.launch(x, [Matrix.of(*parts, bias=bias)])[0]
 
 
 def assert_close_to_product(
@@ -48,7 +46,7 @@ def test_gemv_plain(
     weight = torch.randn((rows, cols), generator=gen).to(dtype)
     shift = torch.randn(rows, generator=gen).to(dtype) if bias else None
     moved = None if shift is None else shift.to(device)
-    got = linear_triton(x.to(device), weight.to(device), None, moved)
+    got = launched(x.to(device), weight.to(device), bias=moved)
     assert got.dtype == dtype and got.shape == (1, rows)
     if shift is not None:  # a column more says the same as a bias
         x = torch.cat((x, torch.ones(1, 1, dtype=dtype)), 1)
@@ -65,10 +63,10 @@ def test_gemv_fp8(
 ) -> None:
     x = torch.randn((1, cols), generator=gen).to(dtype)
     weight, scale = random_fp8(gen, rows, cols)
-    got = linear_triton(x.to(device), weight.to(device), scale.to(device))
+    got = launched(x.to(device), weight.to(device), scale.to(device))
     decoded = dequantize_reference(weight, scale, torch.float32)
     assert_close_to_product(got, x, decoded, 5e-7 if dtype == torch.float32 else 2**-7)
-    reference = linear_reference(x, Matrix(weight, scale))
+    reference = linear_reference(x, Matrix.of(weight, scale))
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
 
 
@@ -83,11 +81,11 @@ def test_the_tiling_changes_rounding_at_most(
     (matrix,) = random_matrices(gen, 640, [24], dtype, fp8, True)
     norm = Norm((torch.rand(640, generator=gen) + 0.5).to(device, dtype), 1e-6) if normed else None
     matrix = on(device, matrix)
-    (expected,) = linears_triton(x, [matrix], norm, tiling=RowTiling(4, 2, 4))
+    expected = one_token(x, [matrix], norm, None, RowTiling(4, 2, 4))
     # a compiler may fuse multiplications and additions of one tiling otherwise than another's
     rtol, atol = {torch.float32: (1e-5, 3e-3), torch.bfloat16: (2**-7, 1e-2)}[dtype]
     for tiling in (RowTiling(2, 1, 1), RowTiling(8, 1, 2), RowTiling(16, 2, 1)):
-        (got,) = linears_triton(x, [matrix], norm, tiling=tiling)
+        got = one_token(x, [matrix], norm, None, tiling)
         torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
 
 
@@ -96,7 +94,9 @@ def test_the_tiling_changes_rounding_at_most(
 def test_the_tiling_of_a_linear_layer(dtype: torch.dtype, cols: int) -> None:
     """A program has 16 KiB on their way at once, of two rows at least; no tile is all rest."""
     for num_rows in (1, 128, 10**6):
-        rows, tiles, num_warps = linear_tiling(num_rows, cols, dtype, torch.device("cpu"))
+        rows, tiles, num_warps = linear_tiling(
+            num_rows, cols * dtype.itemsize, torch.device("cpu")
+        )
         assert rows in (2, 4, 8) and rows * tiles * num_warps * 512 <= 2**14
         assert rows == 2 or rows * 3 <= num_rows
         needed = -(-cols * dtype.itemsize // (num_warps * 512))
@@ -111,7 +111,7 @@ def test_gemv_fp8_holds_extreme_values(device: torch.device) -> None:
         weight = smallest.view(torch.float8_e4m3fn)
         scale = torch.full((1, 1), size, device=device)
         expected = 16 * (2.0**-9 + 448) * size * size
-        assert linear_triton(x, weight, scale).item() == pytest.approx(expected, rel=1e-6)
+        assert launched(x, weight, scale).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,18 +120,18 @@ def test_many_tokens(device: torch.device, gen: torch.Generator, dtype: torch.dt
     x = torch.randn((5, 96), generator=gen).to(dtype)
     weight, scale = random_fp8(gen, 130, 96)
     shift = torch.randn(130, generator=gen).to(dtype)
-    got = linear_triton(x.to(device), weight.to(device), scale.to(device), shift.to(device))
+    got = launched(x.to(device), weight.to(device), scale.to(device), bias=shift.to(device))
     wide = torch.cat((dequantize_reference(weight, scale, torch.float32), shift[:, None]), 1)
     unit = 5e-7 if dtype == torch.float32 else 2**-7
     assert_close_to_product(got, torch.cat((x, torch.ones(5, 1)), 1), wide, unit)
     plain = torch.randn((130, 96), generator=gen).to(dtype)
-    assert_close_to_product(linear_triton(x.to(device), plain.to(device)), x, plain, unit)
+    assert_close_to_product(launched(x.to(device), plain.to(device)), x, plain, unit)
 
 
 def test_linear_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     x = torch.randn((2, 48), generator=gen).bfloat16()
     weight, scale = random_fp8(gen, 32, 48)
-    assert torch.equal(linear(x, Matrix(weight, scale)), linear_reference(x, Matrix(weight, scale)))
+    assert torch.equal(linear(x, Matrix.of(weight, scale)), linear_reference(x, Matrix.of(weight, scale)))
 
 
 UNITS = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -142,16 +142,17 @@ def random_matrices(
 ) -> list[Matrix]:
     matrices = []
     for size in rows:
-        weight, scale = torch.randn((size, cols), generator=gen).to(dtype), None
+        parts: tuple[torch.Tensor, ...] = (torch.randn((size, cols), generator=gen).to(dtype),)
         if fp8:
-            weight, scale = random_fp8(gen, size, cols)
+            parts = random_fp8(gen, size, cols)
         shift = torch.randn(size, generator=gen).to(dtype) if bias else None
-        matrices.append(Matrix(weight, scale, shift))
+        matrices.append(Matrix.of(*parts, bias=shift))
     return matrices
 
 
 def on(device: torch.device, matrix: Matrix) -> Matrix:
-    return Matrix(*(None if part is None else part.to(device) for part in matrix))  # type: ignore[arg-type]
+    bias = None if matrix.bias is None else matrix.bias.to(device)
+    return Matrix.of(*(part.to(device) for part in matrix.parts), bias=bias)
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -177,12 +178,13 @@ def test_several_matrices_after_one_norm(
     matrices = random_matrices(gen, cols, rows, dtype, fp8, bias)
     expected = linears_reference(x, matrices, norm)
     moved = None if norm is None else Norm(norm.weight.to(device), norm.eps)
-    got = linears_triton(x.to(device), [on(device, m) for m in matrices], moved)
+    got = linears.launch(x.to(device), [on(device, m) for m in matrices], moved)
     h = x if norm is None else norm_by_hand(x, norm)
     for matrix, out, reference in zip(matrices, got, expected, strict=True):
-        assert out.shape == (tokens, len(matrix.weight)) and out.dtype == dtype
+        assert out.shape == (tokens, matrix.rows) and out.dtype == dtype
+        weight, *others = matrix.parts
         size = linear_reference(
-            h.abs(), Matrix(matrix.weight.float().abs().to(matrix.weight.dtype), matrix.scale)
+            h.abs(), Matrix.of(weight.float().abs().to(weight.dtype), *others)
         )
         size = size.float() + (0 if matrix.bias is None else matrix.bias.float().abs())
         worst = ((out.cpu().float() - reference.float()).abs() / size).max()
@@ -218,10 +220,10 @@ def test_the_residual_is_added_after_rounding(
     device: torch.device, gen: torch.Generator, tokens: int, dtype: torch.dtype
 ) -> None:
     x = torch.randn((tokens, 96), generator=gen).to(dtype)
-    matrix = Matrix(torch.randn((40, 96), generator=gen).to(dtype))
+    matrix = Matrix.of(torch.randn((40, 96), generator=gen).to(dtype))
     residual = torch.randn((tokens, 40), generator=gen).mul(100).to(dtype)
-    (product,) = linears_triton(x.to(device), [on(device, matrix)])
-    (got,) = linears_triton(x.to(device), [on(device, matrix)], None, residual.to(device))
+    (product,) = linears.launch(x.to(device), [on(device, matrix)])
+    (got,) = linears.launch(x.to(device), [on(device, matrix)], None, residual.to(device))
     if device.type == "cuda" or dtype == torch.float32:  # the interpreter cuts in two places
         assert torch.equal(got, residual.to(device) + product)
     torch.testing.assert_close(

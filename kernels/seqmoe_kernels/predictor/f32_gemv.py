@@ -1,9 +1,8 @@
-"""Reading tiles of weight rows, and, for the predictor's kernels, their products with a vector in
-f32.
+"""The predictor's matrix-vector products: weight rows times a vector in f32.
 
-A matrix-vector product reads every weight once, so its speed is that of memory. Each thread takes
-16 consecutive bytes of a row at a time (a chunk), sums inside the chunk, and adds chunks up in a
-fixed order; the next tile is on its way meanwhile.
+Every weight is read once, so the speed is that of memory. Each thread takes 16 consecutive bytes of
+a row at a time (a chunk), sums inside the chunk, and adds chunks up in a fixed order; the next tile
+is on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -12,15 +11,7 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.dense.norm import normalized
-
-
-@triton.jit
-def load_tile(weight, starts, inside, column, K: tl.constexpr):
-    """Columns of rows that begin at element `starts` [rows]; zero where not `inside` or past K."""
-    mask = inside[:, None] & (column < K)[None, :]
-    return tl.load(
-        weight + starts[:, None] + column[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-    )
+from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 
 
 @triton.jit
