@@ -20,7 +20,6 @@ from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgre
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.look_ahead import look_ahead_routers
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape
-from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step
 from seqmoe_cli.engine.streams import Beside
@@ -34,7 +33,7 @@ from seqmoe_cli.residency.prefetch import DISTANCE, Prefetch
 from seqmoe_cli.residency.replayed import ReplayedRouting
 from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import EngineOptions, SamplingParams
-from seqmoe_kernels import Routing, StepForecast
+from seqmoe_kernels import Routing, StepForecast, expert_format
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_weights.packed import PackedModel
 from seqmoe_weights.store import HostStore

@@ -30,7 +30,7 @@ def _stacked(decoder: Decoder, layer: int, later: range) -> Matrix:
     stack = [
         decoder.weight("router", n).float() * torch.where(own == 0, 0, gain(n) / own) for n in later
     ]
-    return Matrix(torch.cat(stack).to(router.dtype).contiguous())
+    return Matrix.of(torch.cat(stack).to(router.dtype).contiguous())
 
 
 def look_ahead_bytes(config: ModelConfig, distance: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ K experts per token. A family puts the blocks of its layer together, and adds wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from seqmoe_kernels import Matrix, Norm, Rotation, linear, linears, normed_linear, rms_norm
 from seqmoe_weights.config import ModelConfig
-from seqmoe_weights.families import find_family, scale_spec
+from seqmoe_weights.families import TensorSpec, find_family, scale_spec
 
 
 class Attention(Protocol):
@@ -48,9 +48,7 @@ class Decoder(ABC):
         """`weights`: what `PackedModel.load_resident` gives."""
         self.config = config
         self._matrices = {
-            (spec.role, spec.layer): Matrix(
-                weights[spec.name], weights.get(scale_spec(spec).name) if spec.quantized else None
-            )
+            (spec.role, spec.layer): Matrix.of(*_parts(spec, weights))
             for spec in find_family(config.family).resident_tensors(config)
         }
         dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
@@ -109,7 +107,7 @@ class Decoder(ABC):
 
     def weight(self, role: str, layer: int | None = None) -> torch.Tensor:
         """The tensor of a role: of that layer, or of the model."""
-        return self.matrix(role, layer).weight
+        return self.matrix(role, layer).parts[0]
 
     def matrix(self, role: str, layer: int | None = None) -> Matrix:
         """The linear layer of a role."""
@@ -118,3 +116,10 @@ class Decoder(ABC):
     def norm(self, role: str, layer: int | None = None) -> Norm:
         """The norm of a role."""
         return Norm(self.weight(role, layer), self.config.rms_norm_eps)
+
+
+def _parts(spec: TensorSpec, weights: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Of a stored weight: the tensor, and its scales if it is FP8."""
+    yield weights[spec.name]
+    if spec.quantized and (scale := weights.get(scale_spec(spec).name)) is not None:
+        yield scale

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from seqmoe_cli.engine.experts import SEED_TOKENS, PooledExperts, StepContext
-from seqmoe_cli.engine.record_format import expert_format
 from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.residency.pool import ExpertPool
-from seqmoe_kernels import Routing, route
+from seqmoe_kernels import Routing, expert_format, route
 from seqmoe_weights.layout import RecordLayout
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 2, 8, 3, 32, 48

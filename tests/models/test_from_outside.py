@@ -15,10 +15,13 @@ import seqmoe_kernels.formats as formats
 import seqmoe_weights.families as families
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
+from seqmoe_kernels import expert_format, expert_mlp
 from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.pool.resolve import Resolved
 from seqmoe_weights.convert import convert
+from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.records import part_view
+from seqmoe_weights.records import pack_record, part_view
 from tests.checkpoints import write_checkpoint
 from tests.models.outside import FAMILY, ExpertsFirst, IntRows
 
@@ -75,10 +78,14 @@ def test_its_records_hold_what_the_format_encodes(tmp_path: Path) -> None:
         assert torch.equal(part_view(record, packed.layouts[2][f"{part}_scale"]), scale)
 
 
-def test_its_logits_are_those_of_plain_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["keep", INT_ROWS.name])
+def test_its_logits_are_those_of_plain_torch(tmp_path: Path, quantize: str) -> None:
     source, tensors = write_model(tmp_path / "source")
-    convert(source, tmp_path / "packed", "keep", False)
+    convert(source, tmp_path / "packed", quantize, False)
     packed = PackedModel.open(tmp_path / "packed")
+    if quantize == INT_ROWS.name:
+        for name in [name for name in tensors if ".expert." in name]:
+            tensors[name] = INT_ROWS.decode(INT_ROWS.encode(tensors[name]), torch.float32)
     engine = Engine.open(packed.path, EngineOptions(PoolSize.parse("40%"), "cpu", "float32"))
     ids = torch.randint(
         0, engine.config.vocab_size, (40,), generator=torch.Generator().manual_seed(1)
@@ -130,6 +137,28 @@ def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
     low, high = x.split(16, 2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([low * cos - high * sin, high * cos + low * sin], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_one_token_read_its_records(dtype: torch.dtype) -> None:
+    hidden, inter, device = 144, 80, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layout = RecordLayout.for_experts(hidden, inter, INT_ROWS.name)
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.zeros(5, layout.record_bytes, dtype=torch.uint8)
+    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    for slot, record in enumerate(slots):
+        parts = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        pack_record(record, layout, parts, slot)
+    x, h = torch.randn(2, 1, hidden, generator=generator).to(device, dtype)
+    at = torch.tensor([3, 0], dtype=torch.int32, device=device)
+    none = torch.full_like(at, -1)
+    resolved = Resolved(at, none, none, torch.zeros(1, dtype=torch.int32, device=device))
+    args = (x, h, slots.to(device), resolved, torch.tensor([0.7, 0.3], device=device))
+    fmt = expert_format(layout)
+    got = expert_mlp.launch(*args, fmt)
+    expected = expert_mlp.reference(*args, fmt)
+    rough = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got, expected, atol=rough * float(expected.abs().max()), rtol=rough)
 
 
 def test_a_whole_weight_is_decoded_by_tiles() -> None:

@@ -100,6 +100,8 @@ class Layout(Protocol):
 
     @property
     def record_bytes(self) -> int: ...
+    @property
+    def format(self) -> str: ...
     def __getitem__(self, name: str) -> _Part: ...
 
 
@@ -108,7 +110,7 @@ def expert_format(layout: Layout) -> ExpertFormat:
     inter, hidden = layout["gate"].shape[0], layout["down"].shape[0]
 
     def weight(name: str, rows: int, cols: int) -> StoredWeight:
-        fmt = find_format(layout[name].dtype)
+        fmt = find_format(layout.format)
         offsets = (layout[f"{name}{part.suffix}"].offset for part in fmt.parts(rows, cols))
         return StoredWeight(fmt, rows, cols, tuple(offsets))
 

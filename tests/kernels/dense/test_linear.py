@@ -94,9 +94,7 @@ def test_the_tiling_changes_rounding_at_most(
 def test_the_tiling_of_a_linear_layer(dtype: torch.dtype, cols: int) -> None:
     """A program has 16 KiB on their way at once, of two rows at least; no tile is all rest."""
     for num_rows in (1, 128, 10**6):
-        rows, tiles, num_warps = linear_tiling(
-            num_rows, cols * dtype.itemsize, torch.device("cpu")
-        )
+        rows, tiles, num_warps = linear_tiling(num_rows, cols * dtype.itemsize, torch.device("cpu"))
         assert rows in (2, 4, 8) and rows * tiles * num_warps * 512 <= 2**14
         assert rows == 2 or rows * 3 <= num_rows
         needed = -(-cols * dtype.itemsize // (num_warps * 512))
@@ -131,7 +129,9 @@ def test_many_tokens(device: torch.device, gen: torch.Generator, dtype: torch.dt
 def test_linear_on_the_cpu_is_the_reference(gen: torch.Generator) -> None:
     x = torch.randn((2, 48), generator=gen).bfloat16()
     weight, scale = random_fp8(gen, 32, 48)
-    assert torch.equal(linear(x, Matrix.of(weight, scale)), linear_reference(x, Matrix.of(weight, scale)))
+    assert torch.equal(
+        linear(x, Matrix.of(weight, scale)), linear_reference(x, Matrix.of(weight, scale))
+    )
 
 
 UNITS = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -183,9 +183,7 @@ def test_several_matrices_after_one_norm(
     for matrix, out, reference in zip(matrices, got, expected, strict=True):
         assert out.shape == (tokens, matrix.rows) and out.dtype == dtype
         weight, *others = matrix.parts
-        size = linear_reference(
-            h.abs(), Matrix.of(weight.float().abs().to(weight.dtype), *others)
-        )
+        size = linear_reference(h.abs(), Matrix.of(weight.float().abs().to(weight.dtype), *others))
         size = size.float() + (0 if matrix.bias is None else matrix.bias.float().abs())
         worst = ((out.cpu().float() - reference.float()).abs() / size).max()
         assert worst <= UNITS[dtype], f"off by {worst} of the terms' magnitude"
