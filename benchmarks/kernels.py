@@ -38,6 +38,7 @@ from seqmoe_kernels import (
     SamplingState,
     attention_step,
     choose,
+    expert_format,
     expert_mlp,
     fetch,
     linears,
@@ -46,21 +47,20 @@ from seqmoe_kernels import (
     rms_norm,
     sample,
 )
-from seqmoe_kernels.experts.mlp import down_triton, gate_up_triton
+from seqmoe_kernels.dense.tiling import down_tiling, gate_up_tiling
+from seqmoe_kernels.experts.activation import SWIGLU
+from seqmoe_kernels.experts.mlp import down, gate_up
 from seqmoe_kernels.state import NUM_MARKS
+from seqmoe_weights.layout import RecordLayout
 
 HIDDEN, INTER, EXPERTS, TOP_K, LAYERS, VOCAB = 2048, 768, 128, 8, 48, 151936
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 QUERIES, KEYS = 32 * 128, 4 * 128
 PART = HIDDEN * INTER
 SCALES = PART // 128**2 * 4
-FORMAT = ExpertFormat(
-    torch.float8_e4m3fn, HIDDEN, INTER, 0, PART, 2 * PART,
-    3 * PART, 3 * PART + 512, 3 * PART + 1024, 3 * PART + 1536, 3 * PART + 4096,
-)  # fmt: skip
-BF16_FORMAT = ExpertFormat(
-    torch.bfloat16, HIDDEN, INTER, 0, 2 * PART, 4 * PART, -1, -1, -1, 6 * PART, 6 * PART + 4096
-)
+LAYOUT = RecordLayout.for_experts(HIDDEN, INTER, "F8_E4M3")
+FORMAT = expert_format(LAYOUT)
+BF16_FORMAT = expert_format(RecordLayout.for_experts(HIDDEN, INTER, "BF16"))
 NUM_SLOTS = 256  # 1.2 GB: a call never finds its weights in the L2 cache
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -117,7 +117,8 @@ def random_codes(*shape: int) -> torch.Tensor:
 
 def random_slots() -> torch.Tensor:
     slots = random_codes(NUM_SLOTS, FORMAT.record_bytes)
-    for offset in (FORMAT.gate_scale, FORMAT.up_scale, FORMAT.down_scale):
+    for name in ("gate_scale", "up_scale", "down_scale"):
+        offset = LAYOUT[name].offset
         slots[:, offset : offset + SCALES].view(F32).uniform_(1e-4, 2e-4)
     return slots
 
@@ -150,7 +151,8 @@ def fp8_matrices(*rows: int, cols: int) -> list[list[Matrix]]:
     groups = [random_matrices(size, cols, torch.float8_e4m3fn) for size in rows]
     scales = [torch.rand((size // 128, cols // 128), device="cuda") for size in rows]
     return [
-        [Matrix(w, s) for w, s in zip(ws, scales, strict=True)] for ws in zip(*groups, strict=False)
+        [Matrix.of(w, s) for w, s in zip(ws, scales, strict=True)]
+        for ws in zip(*groups, strict=False)
     ]
 
 
@@ -166,10 +168,10 @@ def matrix_cases() -> Iterator[Case]:
     calls = [lambda g=g: linears(mixed, g, None, x) for g in groups]
     yield Case("o and residual (fp8)", QUERIES * HIDDEN + QUERIES * HIDDEN // 4096, calls)
     weights = random_matrices(EXPERTS, HIDDEN, BF16)
-    calls = [lambda w=w: normed_linear(x, norm, Matrix(w)) for w in weights]
+    calls = [lambda w=w: normed_linear(x, norm, Matrix.of(w)) for w in weights]
     yield Case("norm, router (bf16)", 2 * EXPERTS * HIDDEN, calls)
     weights = random_matrices(VOCAB, HIDDEN, BF16)
-    calls = [lambda w=w: linears(x, [Matrix(w)]) for w in weights]
+    calls = [lambda w=w: linears(x, [Matrix.of(w)]) for w in weights]
     yield Case("lm_head (bf16)", 2 * VOCAB * HIDDEN, calls)
 
 
@@ -183,12 +185,13 @@ def expert_cases(kind: str, fmt: ExpertFormat, slots: torch.Tensor) -> Iterator[
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
     orders = orders_of_slots()
-    part = TOP_K * (PART * fmt.weight_dtype.itemsize + SCALES * (fmt is FORMAT))
-    calls = [lambda p=p: gate_up_triton(x, slots, found(p), fmt) for p in orders]
+    part = TOP_K * (INTER * fmt.gate.row_bytes + SCALES * (fmt is FORMAT))
+    wide, tall = gate_up_tiling(fmt.gate.row_bytes), down_tiling(TOP_K * fmt.down.row_bytes)
+    calls = [lambda p=p: gate_up(x, slots, found(p), fmt, SWIGLU, wide) for p in orders]
     yield Case(f"experts ({kind}): gate, up", 2 * part, calls)
     calls = [lambda p=p: read_gate_up(slots, p, fmt) for p in orders]
     yield Case(f"experts ({kind}): gate, up, only read", 2 * part, calls)
-    calls = [lambda p=p: down_triton(act, slots, p, shares, x, fmt) for p in orders]
+    calls = [lambda p=p: down(act, slots, p, shares, x, fmt, tall) for p in orders]
     yield Case(f"experts ({kind}): down, sum, residual", part, calls)
     calls = [lambda p=p: expert_mlp(x, x, slots, found(p), shares, fmt) for p in orders]
     yield Case(f"experts ({kind})", 3 * part, calls)

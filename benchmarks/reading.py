@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from seqmoe_kernels import ExpertFormat
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
-from seqmoe_kernels.state import ExpertFormat
 
 ROWS, NUM_WARPS = 8, 2
 
@@ -38,7 +38,7 @@ def _read_kernel(
 def read_gate_up(slots: torch.Tensor, pair_slots: torch.Tensor, fmt: ExpertFormat) -> torch.Tensor:
     """Sums of each row of gate and up of the experts in `pair_slots` [K], as int32 words that are
     combined with the number of the slot."""
-    width, rows = fmt.hidden * fmt.weight_dtype.itemsize // 4, 2 * fmt.inter
+    width, rows = fmt.gate.row_bytes // 4, 2 * fmt.inter
     sums = torch.empty((len(pair_slots), rows), dtype=torch.int32, device=slots.device)
     words = slots.view(torch.int32)
     _read_kernel[(rows // ROWS, len(pair_slots))](

@@ -36,9 +36,10 @@ from benchmarks.kernels import (
     random_slots,
 )
 from seqmoe_kernels import Matrix, Norm
-from seqmoe_kernels.dense.linear import linears_triton
+from seqmoe_kernels.dense.linear import one_token
 from seqmoe_kernels.dense.tiling import RowTiling
-from seqmoe_kernels.experts.mlp import down_triton, gate_up_triton
+from seqmoe_kernels.experts.activation import SWIGLU
+from seqmoe_kernels.experts.mlp import down, gate_up
 
 
 class Subject(NamedTuple):
@@ -55,19 +56,19 @@ def subjects() -> Iterator[Subject]:
     norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
-    calls = [lambda t, p=p: gate_up_triton(x, slots, found(p), FORMAT, t) for p in orders]
+    calls = [lambda t, p=p: gate_up(x, slots, found(p), FORMAT, SWIGLU, t) for p in orders]
     yield Subject("gate+up", candidates(HIDDEN), calls)
-    calls = [lambda t, p=p: down_triton(act, slots, p, shares, x, FORMAT, t) for p in orders]
+    calls = [lambda t, p=p: down(act, slots, p, shares, x, FORMAT, t) for p in orders]
     yield Subject("down", candidates(TOP_K * INTER), calls)
     groups = fp8_matrices(QUERIES, KEYS, KEYS, cols=HIDDEN)
-    calls = [lambda t, g=g: linears_triton(x, g, norm, None, t) for g in groups]
+    calls = [lambda t, g=g: one_token(x, g, norm, None, t) for g in groups]
     yield Subject("qkv", candidates(HIDDEN), calls)
     mixed = torch.randn((1, QUERIES), dtype=BF16, device="cuda")
     groups = fp8_matrices(HIDDEN, cols=QUERIES)
-    calls = [lambda t, g=g: linears_triton(mixed, g, None, x, t) for g in groups]
+    calls = [lambda t, g=g: one_token(mixed, g, None, x, t) for g in groups]
     yield Subject("o", candidates(QUERIES), calls)
     weights = random_matrices(EXPERTS, HIDDEN, BF16)
-    calls = [lambda t, w=w: linears_triton(x, [Matrix(w)], norm, None, t) for w in weights]
+    calls = [lambda t, w=w: one_token(x, [Matrix.of(w)], norm, None, t) for w in weights]
     yield Subject("router", candidates(2 * HIDDEN), calls)
 
 

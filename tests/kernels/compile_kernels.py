@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from seqmoe_kernels.attention.decode import attention_step
 from seqmoe_kernels.attention.rope import Rotation, rotary
 from seqmoe_kernels.common import launch
-from seqmoe_kernels.dense.linear import Matrix, linears_triton
+from seqmoe_kernels.dense.linear import Matrix, linears
 from seqmoe_kernels.dense.norm import Norm, rms_norm
 from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.eviction.calibration import calibrate
@@ -25,6 +25,7 @@ from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_expected_us
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
+from seqmoe_kernels.experts.record import expert_format
 from seqmoe_kernels.formats import fp8_block
 from seqmoe_kernels.formats.fp8_block import dequantize
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
@@ -43,7 +44,8 @@ from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefe
 from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
 from seqmoe_kernels.sampling.kernels import sample_triton
 from seqmoe_kernels.sampling.state import NUM_SETTINGS, SamplingState
-from seqmoe_kernels.state import ExpertFormat, Flights, PoolState
+from seqmoe_kernels.state import Flights, PoolState
+from seqmoe_weights.layout import RecordLayout
 
 HIDDEN, INTER, TOP_K, VOCAB = 2048, 768, 8, 151936
 
@@ -68,14 +70,6 @@ def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def expert_format(dtype: torch.dtype) -> ExpertFormat:
-    part = HIDDEN * INTER * dtype.itemsize
-    scales = [3 * part + i * 512 for i in range(3)]
-    return ExpertFormat(
-        dtype, HIDDEN, INTER, 0, part, 2 * part, *scales, 3 * part + 2048, 3 * part + 4096
-    )
-
-
 def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     def real(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=dtype)
@@ -95,13 +89,15 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         attention_step.launch(*row, state, state, position, rotation, 128**-0.5)
     scaled = weight_dtype == torch.float8_e4m3fn
     weight = tensor(4096, HIDDEN, dtype=weight_dtype if scaled else dtype)
-    matrix = Matrix(weight, f32(32, 16) if scaled else None, real(4096))
+    parts = (weight, f32(32, 16)) if scaled else (weight,)
+    matrix = Matrix.of(*parts, bias=real(4096))
     x, norm = real(1, HIDDEN), Norm(real(HIDDEN), 1e-6)
-    linears_triton(x, [matrix] * 3, norm)
-    linears_triton(x, [matrix], None, real(1, 4096))
+    linears.launch(x, [matrix] * 3, norm)
+    linears.launch(x, [matrix], None, real(1, 4096))
     normed_linear.launch(x, norm, matrix)
     normed_linear.launch(x, norm, matrix, matrix)
-    fmt = expert_format(weight_dtype)
+    name = "F8_E4M3" if scaled else {torch.bfloat16: "BF16", torch.float16: "F16"}[weight_dtype]
+    fmt = expert_format(RecordLayout.for_experts(HIDDEN, INTER, name))
     slots = tensor(64, fmt.record_bytes, dtype=torch.uint8)
     resolved = Resolved(tensor(TOP_K), tensor(TOP_K), tensor(TOP_K), tensor(1))
     expert_mlp.launch(x, x, slots, resolved, f32(TOP_K), fmt)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from seqmoe_kernels import Matrix, Norm, Resolved, Routing, expert_pairs
+from seqmoe_kernels import Matrix, Norm, Resolved, Routing, expert_format, expert_pairs
 from seqmoe_kernels.attention.decode import attention_step
 from seqmoe_kernels.attention.rope import Rotation, rotary
-from seqmoe_kernels.dense.linear import linears_triton
+from seqmoe_kernels.dense.linear import linears
 from seqmoe_kernels.dense.norm import rms_norm
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
@@ -21,9 +21,14 @@ from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve
 from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.sampling.kernels import sample_triton
 from seqmoe_kernels.sampling.state import SamplingState
-from seqmoe_kernels.state import NUM_MARKS, ExpertFormat
+from seqmoe_kernels.state import NUM_MARKS
+from seqmoe_weights.layout import RecordLayout
 
-FMT = ExpertFormat(torch.bfloat16, 64, 32, 0, 4096, 8192, -1, -1, -1, 12288, 16384)
+FMT = expert_format(RecordLayout.for_experts(64, 32, "BF16"))
+SHIFTED = FMT._replace(up=FMT.up._replace(offsets=(4104,)))
+NARROW = expert_format(RecordLayout.for_experts(64, 24, "BF16"))._replace(
+    record_bytes=FMT.record_bytes
+)
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -53,7 +58,7 @@ def sampling(logits: torch.Tensor, **changed: torch.Tensor) -> Callable[[], obje
 def refusals() -> list[tuple[str, Callable[[], object]]]:
     """(what the message must contain, a call)."""
     square = torch.zeros(32, 32)
-    fp8 = square.to(torch.float8_e4m3fn)
+    fp8, matrix = square.to(torch.float8_e4m3fn), Matrix.of(square)
     slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     found = Resolved(ints(0), ints(-1), ints(-1), ints(0))
@@ -76,15 +81,17 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("9", lambda: rotary.launch(torch.zeros(1, 1, 9), torch.zeros(1).long(), square[0])),
         ("33", lambda: route.launch(square, 33, True)),
         ("0", lambda: route.launch(square, 0, True)),
-        ("torch.bfloat16", lambda: linears_triton(square[:1], [Matrix(square.bfloat16())])),
-        ("[2, 1]", lambda: linears_triton(square[:1], [Matrix(fp8, torch.zeros(2, 1))])),
-        ("40", lambda: linears_triton(torch.zeros(1, 40), [Matrix(torch.zeros(8, 40))])),
-        ("4 matrices", lambda: linears_triton(square[:1], [Matrix(square)] * 4)),
-        ("[31]", lambda: linears_triton(square, [Matrix(square)], Norm(torch.zeros(31), 0.1))),
-        ("[1, 9]", lambda: linears_triton(square[:1], [Matrix(square)], None, torch.zeros(1, 9))),
+        ("[2, 1]", lambda: linears.launch(square[:1], [Matrix.of(fp8, torch.zeros(2, 1))])),
+        ("40", lambda: linears.launch(torch.zeros(1, 40), [Matrix.of(torch.zeros(8, 40))])),
+        ("4 matrices", lambda: linears.launch(square[:1], [matrix] * 4)),
+        ("[31]", lambda: linears.launch(square, [matrix], Norm(torch.zeros(31), 0.1))),
         (
-            "scales",
-            lambda: linears_triton(square[:1], [Matrix(square), Matrix(fp8, torch.ones(1, 1))]),
+            "[1, 9]",
+            lambda: linears.launch(square[:1], [matrix], None, torch.zeros(1, 9)),
+        ),
+        (
+            "F8_E4M3",
+            lambda: linears.launch(square[:1], [matrix, Matrix.of(fp8, torch.ones(1, 1))]),
         ),
         ("top_k is 5", lambda: choose.launch(torch.zeros(1, 4), 0, Routing(4, 5, True), pool(4))),
         ("[1, 3]", lambda: choose.launch(torch.zeros(1, 3), 0, Routing(4, 2, True), pool(4))),
@@ -103,11 +110,11 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
             "24 x 64",
-            lambda: expert_mlp.launch(x, x, slots, found, one, FMT._replace(inter=24)),
+            lambda: expert_mlp.launch(x, x, slots, found, one, NARROW),
         ),
         (
             "4104",
-            lambda: expert_mlp.launch(x, x, slots, found, one, FMT._replace(up=4104)),
+            lambda: expert_mlp.launch(x, x, slots, found, one, SHIFTED),
         ),
         ("torch.int32", lambda: combine.launch(out, torch.zeros(1, 1), torch.int32)),
         ("[1, 2]", lambda: combine.launch(out, torch.zeros(1, 2), torch.float32)),

@@ -56,8 +56,8 @@ def expert_pairs(
 
     `x` is [T, H], `slots` uint8 [S, R]; `pair_slots` (int32 [T, K]) names the slot of the k-th
     expert of a token, -1 leaves `out` as it is. Sums are f32; the activation is rounded to the
-    dtype of `x`; on a GPU so are decoded weights. A pair's bits depend neither on its slot nor on the
-    other experts of the call. The host waits for `pair_slots`.
+    dtype of `x`; on a GPU so are decoded weights. A pair's bits depend neither on its slot nor on
+    the other experts of the call. The host waits for `pair_slots`.
     """
     check_expert_pairs(x, slots, pair_slots, fmt, out)
     weight_dtype = x.dtype if x.is_cuda else torch.float32

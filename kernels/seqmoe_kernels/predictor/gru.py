@@ -11,7 +11,8 @@ import triton.language as tl
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
-from seqmoe_kernels.predictor.f32_gemv import dot_rows, load_tile
+from seqmoe_kernels.dense.tensor_core_gemv import load_tile
+from seqmoe_kernels.predictor.f32_gemv import dot_rows
 from seqmoe_kernels.predictor.tiling import Tiling
 
 

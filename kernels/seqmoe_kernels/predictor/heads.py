@@ -11,8 +11,9 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 from seqmoe_kernels.predictor.embed import TokenInput
-from seqmoe_kernels.predictor.f32_gemv import chunk_sums, load_tile
+from seqmoe_kernels.predictor.f32_gemv import chunk_sums
 from seqmoe_kernels.predictor.gru import sigmoid
 from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
 from seqmoe_kernels.predictor.tiling import Tiling, narrow_tiling

@@ -6,55 +6,40 @@ import pytest
 import torch
 
 from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_pairs
+from seqmoe_kernels import expert_format as format_of_record
 from seqmoe_kernels.dense.tiling import RowTiling
-from seqmoe_kernels.experts.mlp import (
-    down_triton,
-    expert_mlp,
-    expert_mlp_reference,
-    gate_up_triton,
-)
-from seqmoe_kernels.formats.fp8_block import dequantize_reference, num_blocks
+from seqmoe_kernels.experts.activation import SWIGLU
+from seqmoe_kernels.experts.mlp import down, expert_mlp, expert_mlp_reference, gate_up
+from seqmoe_kernels.formats.fp8_block import num_blocks
 from seqmoe_kernels.pool.choose import choose
 from seqmoe_kernels.pool.fetch import fetch
 from seqmoe_kernels.pool.resolve import resolve
+from seqmoe_weights.layout import RecordLayout
 
 FP8 = torch.float8_e4m3fn
+NAMES = {FP8: "F8_E4M3", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 NAN = float("nan")
 
 
 def expert_format(hidden: int, inter: int, dtype: torch.dtype) -> ExpertFormat:
-    """Lay the parts out one after the other, 256 bytes aligned, like a real record."""
-    sizes = [hidden * inter * dtype.itemsize] * 3
-    if dtype == FP8:
-        blocks_i, blocks_h = num_blocks(inter, hidden)
-        sizes += [blocks_i * blocks_h * 4] * 3
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end = -(-(end + size) // 256) * 256
-    scales = offsets[3:] or [-1, -1, -1]
-    record_bytes = -(-(end + 8) // 4096) * 4096
-    return ExpertFormat(dtype, hidden, inter, *offsets[:3], *scales, end, record_bytes)
+    return format_of_record(RecordLayout.for_experts(hidden, inter, NAMES[dtype]))
 
 
 def random_record(gen: torch.Generator, fmt: ExpertFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes, and gate, up, down [H, I] transposed to one f32 [3, I, H]."""
     record = torch.zeros(fmt.record_bytes, dtype=torch.uint8)
     weights = []
-    for offset, scale_offset in (
-        (fmt.gate, fmt.gate_scale),
-        (fmt.up, fmt.up_scale),
-        (fmt.down, fmt.down_scale),
-    ):
-        shape = (fmt.hidden, fmt.inter) if offset == fmt.down else (fmt.inter, fmt.hidden)
-        weight = torch.randn(shape, generator=gen).mul(0.1).to(fmt.weight_dtype)
-        _put(record, offset, weight)
-        if fmt.weight_dtype == FP8:
+    for stored in (fmt.gate, fmt.up, fmt.down):
+        shape = (stored.rows, stored.cols)
+        weight = torch.randn(shape, generator=gen).mul(0.1)
+        if stored.format.name == "F8_E4M3":
             scale = torch.rand(num_blocks(*shape), generator=gen) + 0.5
-            _put(record, scale_offset, scale)
-            weights.append(dequantize_reference(weight, scale, torch.float32))
+            parts: tuple[torch.Tensor, ...] = (weight.to(FP8), scale)
         else:
-            weights.append(weight.float())
+            parts = stored.format.encode(weight)
+        for offset, part in zip(stored.offsets, parts, strict=True):
+            _put(record, offset, part)
+        weights.append(stored.decode(record, torch.float32))
     return record, torch.stack((weights[0], weights[1], weights[2].t()))
 
 
@@ -189,7 +174,7 @@ def test_the_tiling_changes_rounding_at_most(
     slots, weights = random_slots(gen, fmt, 2)
     h = torch.randn((1, 272), generator=gen).bfloat16()
     at = found(torch.tensor([1, 0], dtype=torch.int32), device)
-    act = gate_up_triton(h.to(device), slots.to(device), at, fmt, tiling)
+    act = gate_up(h.to(device), slots.to(device), at, fmt, SWIGLU, tiling)
     limit = tolerance(torch.bfloat16, device)
     for k, slot in enumerate((1, 0)):
         gate, up = (weights[slot][part].double() @ h[0].double() for part in (0, 1))
@@ -197,14 +182,14 @@ def test_the_tiling_changes_rounding_at_most(
         assert (act[k].cpu().double() - expected).norm() <= limit * expected.norm()
     shares = torch.tensor([0.7, 0.3])
     nothing = torch.zeros((1, 272), dtype=torch.bfloat16, device=device)
-    down = tiling._replace(rows=max(tiling.rows, 2 * tiling.num_warps))
-    args = (act, slots.to(device), at.slots, shares.to(device), nothing, fmt, down)
+    tall = tiling._replace(rows=max(tiling.rows, 2 * tiling.num_warps))
+    args = (act, slots.to(device), at.slots, shares.to(device), nothing, fmt, tall)
     mixed = sum(
         share * act[k].cpu().double() @ weights[slot][2].double()
         for k, (slot, share) in enumerate(zip((1, 0), shares.double(), strict=True))
     )
     assert isinstance(mixed, torch.Tensor)
-    assert (down_triton(*args)[0].cpu().double() - mixed).norm() <= limit * mixed.norm()
+    assert (down(*args)[0].cpu().double() - mixed).norm() <= limit * mixed.norm()
 
 
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60])
@@ -216,7 +201,8 @@ def test_one_token_of_a_size_that_no_f16_has(
     fmt = expert_format(288, 80, FP8)
     slots, _ = random_slots(gen, fmt, 1)
     h = torch.randn((1, 288), generator=gen).to(dtype)
-    slots[:, fmt.gate : fmt.gate + 288 * 80] = 0x38  # ones
+    gate = fmt.gate.offsets[0]
+    slots[:, gate : gate + 288 * 80] = 0x38  # ones
     nothing = torch.zeros_like(h)
     at, share = found(torch.zeros(1, dtype=torch.int32), device), torch.ones(1, device=device)
     moved = [t.to(device) for t in (nothing, (h * size), slots)]
