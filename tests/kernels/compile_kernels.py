@@ -26,7 +26,7 @@ from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.record import expert_format
-from seqmoe_kernels.formats import fp8_block
+from seqmoe_kernels.formats import format_names, fp8_block
 from seqmoe_kernels.formats.fp8_block import dequantize
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch
@@ -211,6 +211,7 @@ def main(arch: int) -> None:
         fp8_block.converts_fp8 = lambda device: True  # type: ignore[assignment]
     if arch >= 90:
         launch.use_pdl = lambda device: True  # type: ignore[assignment]
+    format_names()  # their files must be imported while kernels compile
     triton.knobs.runtime.interpret = True  # the wrappers' word for: not only CUDA tensors
     call_residency_kernels()
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)

@@ -139,7 +139,7 @@ def check_slots(slots: torch.Tensor, fmt: ExpertFormat, device: torch.device) ->
 def others_at(views, OFFSETS: tl.constexpr, slot):
     """Pointers to the parts behind the first of a weight, in the slot or each of the slots.
     `views`: a tuple of `PartOfSlots`; OFFSETS: the weight's `part_offsets`."""
-    pointers: tuple[Any, ...] = ()
+    pointers = ()
     for i in tl.static_range(1, len(views)):
-        pointers += (views[i].start + OFFSETS[i] + slot * views[i].stride,)
+        pointers += (views[i].start + OFFSETS[i] + slot * views[i].stride,)  # type: ignore[assignment]
     return pointers
