@@ -46,5 +46,7 @@ seqmoe bench "$WORK/model" --predictor "$OUT/predictor.safetensors" -p 0 -n 256 
 cat "$OUT/step.json" "$OUT/step_qwen3.json" "$OUT/levels.jsonl"
 say "recall and simulations"
 wait
+CUDA_VISIBLE_DEVICES='' "$PYTHON" -m tools.simulator.recall "$WORK/own.trace" --json \
+    --predictor "$WORK/predictor.safetensors" > "$OUT/recall_closely.json"
 cp "$WORK/predictor.safetensors" "$OUT/predictor.safetensors"
 say "done"

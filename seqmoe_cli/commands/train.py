@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from seqmoe_cli.commands.options import flag
 from seqmoe_cli.errors import SeqmoeError, UsageError
 from seqmoe_cli.settings import EngineOptions, check_range
 from seqmoe_cli.terminal.progress import progress_bars, status_line
+from seqmoe_cli.terminal.table import Column, markdown
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +87,8 @@ def train(
     """Train the predictor of a model: which experts the next tokens will use.
 
     MODEL writes conversations, both questions and answers, and its routing is recorded; or traces
-    are given. A tenth of the conversations is held out. The tables show what share of their routing
-    the predictor names beforehand, beside what counting alone can do. The predictor is stored in
+    are given. A tenth of the conversations is held out. A table shows what share of their routing
+    the predictor names beforehand, beside what counting can do. The predictor is stored in
     MODEL.
     """
     settings = place.options(ctx_size=ctx_size)
@@ -129,7 +131,7 @@ def train(
     }
     _store(predictor, packed, output, facts)  # judging takes minutes, and may be interrupted
     found = _judge(predictor, learned, judged)
-    num_bytes = _store(predictor, packed, output, facts | _facts_of_recall(found))
+    num_bytes = _store(predictor, packed, output, facts | found.facts())
     if packed is not None and output is None and not trace:
         _note_uses(packed, learned)
     where = output or (packed.path if packed else "")
@@ -266,11 +268,15 @@ def _train(
 
 
 def _judge(predictor: Predictor, learned: Trace, judged: Trace) -> Recall:
-    from seqmoe_cli.forecast.predictions import Predictions
     from seqmoe_cli.forecast.recall import recall
 
-    with status_line() as tell:
-        return recall(learned, judged, Predictions(predictor, judged).blocks, tell=tell)
+    with progress_bars() as tell:
+        return recall(
+            learned,
+            judged,
+            predictor,
+            lambda done, total: tell("recall", done, total, f"{done:,} tokens"),
+        )
 
 
 def _store(
@@ -298,21 +304,39 @@ def _note_uses(packed: PackedModel, learned: Trace) -> None:
         profile.save()
 
 
-def _facts_of_recall(found: Recall) -> dict[str, Any]:
-    from seqmoe_cli.commands.recall_table import recall_facts
-
-    scores = {s["forecast"]: s["recall"] for s in recall_facts(found)["scores"]}  # type: ignore[attr-defined]
-    return {"top": list(found.top), "recall": scores}
-
-
 def _print(found: Recall, as_json: bool, stored: str, done: Progress) -> None:
-    from seqmoe_cli.commands.recall_table import recall_facts, recall_tables
-
     if as_json:
-        facts = recall_facts(found)
+        scores = [{"forecast": name, "recall": found.shares[name]} for name in found.shares]
+        facts = {"num_tokens": found.num_tokens, "top": list(found.top), "scores": scores}
         facts |= {"passes": done.passes, "tokens_seen": done.tokens, "loss": done.held_out_loss}
         print(json.dumps(facts, indent=2))
         return
-    for line in recall_tables(found):
+    for line in _recall_table(found):
         print(line)
     print(f"\n{stored}")
+
+
+def _recall_table(found: Recall) -> Iterator[str]:
+    """Markdown, and what it means for the step that begins."""
+    from seqmoe_cli.forecast.recall import COUNTS
+
+    rows: list[dict[str, str]] = [
+        {"forecast": name}
+        | {steps: " / ".join(f"{100 * x:.1f}" for x in row) for steps, row in shares.items()}
+        for name, shares in found.shares.items()
+    ]
+    top = "/".join(map(str, found.top))
+    columns = [Column("forecast", "forecast", left=True)]
+    columns += [Column(f"{steps}: @{top}", steps) for steps in found.shares[COUNTS]]
+    yield from markdown(columns, rows)
+    yield ""
+    k, more, twice = found.top
+    yield (
+        f"{found.num_tokens:,} tokens of answers. Share of uses, in %, that are of the {k}, {more} "
+        f"and {twice} experts of a layer named first."
+    )
+    own, counted = (found.shares[name]["step 1"][1] for name in ("predictor", COUNTS))
+    yield (
+        f"Step 1, @{more}: predictor {100 * own:.1f} %, "
+        f"{own / max(counted, 1e-4):.2f} times decayed counts."
+    )

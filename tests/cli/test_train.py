@@ -66,7 +66,7 @@ def test_from_traces_to_a_forecast(
 ) -> None:
     judged = tmp_path / "judged"
     page = run(capsys, "train", model, *CPU, *QUICK, "--trace", own, "--held-out", judged)
-    assert page.count("\n| predictor") == 2 and "token table x decayed" in page
+    assert page.count("\n| predictor") == 1 and "times decayed counts." in page
     assert page.splitlines()[-1].startswith(f"{model}: a predictor of ")
     whole, part = Trace.load(own), Trace.load(judged)
     assert part.num_sequences == 1 < whole.num_sequences
@@ -130,7 +130,7 @@ def test_a_checkpoint_and_a_file(
     assert first["passes"] == 1 and saved.is_file()
     more = json.loads(run(capsys, *argv, "--passes", 3))
     assert more["passes"] == 3 and more["tokens_seen"] > first["tokens_seen"]
-    assert {s["forecast"] for s in more["scores"]} >= {"predictor", "token table"}
+    assert {s["forecast"] for s in more["scores"]} >= {"predictor", "popularity"}
     assert PackedModel.open(endless).predictor is None
     both = ["train", "--trace", own, "--trace", own, "-o", file, *CPU, *QUICK, "--json"]
     assert json.loads(run(capsys, *both))["num_tokens"] >= first["num_tokens"]

@@ -25,12 +25,12 @@ from seqmoe_cli.forecast.predictor import (
     expected_uses,
 )
 from seqmoe_cli.forecast.predictor_step import PredictorStep
-from seqmoe_cli.forecast.recall import best_by_counting, recall
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_cli.forecast.training import Plan, Progress, Training
 from seqmoe_kernels.predictor import heads, horizons
 from tests.forecast.predictors import random_predictor, small_shape
 from tests.traces import EXPERTS, LAYERS, TOP_K, VOCAB, written_trace
+from tools.simulator.recall_study import best_by_counting, recall
 
 CPU = torch.device("cpu")
 

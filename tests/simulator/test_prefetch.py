@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.residency.policies import ONE
-from seqmoe_cli.residency.slot_table import SlotTable
 from tests.traces import random_trace
+from tools.simulator.events import TraceEvents
 from tools.simulator.flight import Flight, PrefetchRules
 from tools.simulator.forecast_eviction import Blend, ForecastEviction
 from tools.simulator.forecasts import Blurred, Decayed, Persistence, Popularity
@@ -24,6 +23,7 @@ from tools.simulator.link import PREFETCH_BY, Copy, Link, LinkClock, clock_of
 from tools.simulator.policies import belady, lru
 from tools.simulator.prefetch import Candidates, FullPrefetch, LookAhead, OraclePrefetch
 from tools.simulator.replay import replay
+from tools.simulator.slot_table import SlotTable
 
 FAST = Link(fetch_bytes_per_s=1e15, dma_bytes_per_s=1e15, launch_s=0.0, delay_s=0.0)
 SLOW = {

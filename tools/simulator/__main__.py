@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -94,7 +93,7 @@ def simulate(
                 f"{name} has no effect on copies by gpu",
                 "leave it out, or add --prefetch-by thread",
             )
-    stored = None if predictor is None else _predictor(predictor)
+    stored = None if predictor is None else options.read_predictor(predictor)
     known = Assumptions(
         step_s=1e-3 * step_ms,
         link=Link(
@@ -138,17 +137,6 @@ def _studies(
         for name in traces
     ]
     return [Study(part, known) for part in parts]
-
-
-def _predictor(source: str) -> StoredPredictor:
-    """The predictor of a packed model, or one in a file."""
-    import torch
-
-    from seqmoe_cli.commands.options import find_model
-    from seqmoe_cli.forecast.stored import open_predictor
-
-    path = Path(source)
-    return open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))
 
 
 def _from_predictor(stored: StoredPredictor) -> MakeForecast:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.residency.policies import (
     HALF_LIFE,
     ONE,
@@ -20,6 +19,7 @@ from seqmoe_cli.residency.policies import (
     DecayedFrequency,
     Ints,
 )
+from tools.simulator.events import TraceEvents
 from tools.simulator.forecast_eviction import ForecastAt, exp2_fixed
 
 

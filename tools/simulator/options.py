@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, flag
+from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, find_model, flag
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import PoolSize, check_range
 from seqmoe_cli.terminal.table import FORMAT_NAMES
+
+if TYPE_CHECKING:
+    from seqmoe_cli.forecast.stored import StoredPredictor
 
 _LISTED = "several with commas."
 
@@ -188,3 +192,13 @@ def read_accuracy(text: str) -> tuple[tuple[float, float], ...]:
             raise UsageError(f"--look-ahead {word!r} has no /", "write recall/precision: 0.75/0.68")
         pairs.append((_share("--look-ahead", recall), _share("--look-ahead", precision)))
     return tuple(pairs)
+
+
+def read_predictor(source: str) -> StoredPredictor:
+    """The predictor of a packed model, or one in a file."""
+    import torch
+
+    from seqmoe_cli.forecast.stored import open_predictor
+
+    path = Path(source)
+    return open_predictor(path if path.is_file() else find_model(source), torch.device("cpu"))

@@ -7,8 +7,8 @@ from collections import deque
 
 import numpy as np
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.residency.policies import DecayedFrequency, Ints, Lru, Policy, ScoredPolicy
+from tools.simulator.events import TraceEvents
 
 
 def lru(routing: TraceEvents, num_slots: int) -> Policy:

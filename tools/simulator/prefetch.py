@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.residency.policies import ONE, Ints
+from tools.simulator.events import TraceEvents
 from tools.simulator.forecast_eviction import Blend
 
 Accuracy = tuple[float, float]  # recall and precision, above 0 and at most 1

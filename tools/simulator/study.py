@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from seqmoe_cli.errors import PromptError, ResourceError
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.residency.policies import (
     DISCOUNT,
@@ -21,6 +20,7 @@ from seqmoe_cli.residency.policies import (
     Policy,
 )
 from seqmoe_cli.settings import PoolSize
+from tools.simulator.events import TraceEvents
 from tools.simulator.flight import PrefetchRules
 from tools.simulator.forecast_eviction import Blend, ForecastAt, ForecastEviction
 from tools.simulator.forecasts import Blurred, Decayed, Persistence, Popularity, no_forecast

@@ -9,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.residency.policies import DecayedFrequency
-from seqmoe_cli.residency.slot_table import SlotTable
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
 )
@@ -24,7 +22,9 @@ from seqmoe_kernels.state import (
     PoolState,
 )
 from tests.kernels.eviction.forecast_pool import ForecastPool
+from tools.simulator.events import TraceEvents
 from tools.simulator.replay import slots_for
+from tools.simulator.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe_cli.forecast.events import TraceEvents
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.residency.policies import WIDTHS, WINDOWS
+from tools.simulator.events import TraceEvents
 
 Floats = NDArray[np.float32]
 SPAN = WINDOWS[-1][1]

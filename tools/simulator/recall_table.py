@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from seqmoe_cli.forecast.recall import GROUPS, POOLS, Recall, Score, best_by_counting
+from seqmoe_cli.forecast.recall import steps_text
 from seqmoe_cli.residency.policies import WINDOWS
 from seqmoe_cli.terminal.table import Column, markdown
+from tools.simulator.recall_study import GROUPS, POOLS, Recall, Score, best_by_counting
 
 
 def recall_tables(found: Recall) -> Iterator[str]:
     """Markdown, line by line: by distance, and then what matters for prefetch."""
     top = "/".join(map(str, found.top))
     columns = [Column("forecast", "forecast", left=True)]
-    columns += [Column(f"{_steps(*window)}: @{top}", _steps(*window)) for window in WINDOWS]
+    columns += [Column(f"{steps_text(*window)}: @{top}", steps_text(*window)) for window in WINDOWS]
     yield from markdown(columns, [_by_distance(score) for score in found.scores])
     yield ""
     pools = [percent for percent in POOLS if percent in found.num_misses]
@@ -30,7 +31,7 @@ def recall_tables(found: Recall) -> Iterator[str]:
 def _by_distance(score: Score) -> dict[str, str]:
     shares = (" / ".join(map(_percent, three)) for three in score.overall)
     return {"forecast": score.forecast} | {
-        _steps(*w): text for w, text in zip(WINDOWS, shares, strict=True)
+        steps_text(*w): text for w, text in zip(WINDOWS, shares, strict=True)
     }
 
 
@@ -59,9 +60,11 @@ def recall_facts(found: Recall) -> dict[str, object]:
 def _plain(score: Score) -> dict[str, object]:
     return {
         "forecast": score.forecast,
-        "recall": {_steps(*w): _rounded(x) for w, x in zip(WINDOWS, score.overall, strict=True)},
+        "recall": {
+            steps_text(*w): _rounded(x) for w, x in zip(WINDOWS, score.overall, strict=True)
+        },
         "recall_by_depth": {
-            _steps(*w): {group: _rounded(y) for group, y in zip(GROUPS, x, strict=True)}
+            steps_text(*w): {group: _rounded(y) for group, y in zip(GROUPS, x, strict=True)}
             for w, x in zip(WINDOWS, score.by_depth, strict=True)
         },
         "recall_of_rare": round(score.rare, 4),
@@ -90,10 +93,6 @@ def _note(found: Recall) -> str:
             f"{own / float(decayed.overall[0, 1]):.2f} times {decayed.forecast}."
         )
     return "\n".join(lines)
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def _percent(share: float) -> str:
