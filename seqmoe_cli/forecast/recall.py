@@ -91,7 +91,7 @@ def _decayed_counts(corpus: Corpus, rates: Tensor) -> Iterator[Tensor]:
 def _among(forecast: Tensor, uses: Tensor, num_layers: int, most: int) -> Tensor:
     """How many of the uses [n, W, N] are of the 1, 2, .. `most` first experts of their layers,
     [W, most]."""
-    by_layer = forecast.unflatten(-1, (num_layers, -1))
+    by_layer = forecast.reshape(*uses.shape[:2], num_layers, -1)
     best = by_layer.topk(most, -1).indices
     return uses.view(by_layer.shape).gather(-1, best).sum((0, 2)).cumsum(-1)
 

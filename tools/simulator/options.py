@@ -76,7 +76,7 @@ Predictor = Annotated[
     flag(
         "--predictor",
         metavar="MODEL|FILE",
-        help="Trained predictor for --forecast predictor: a packed model or a file.",
+        help="A trained predictor: a packed model or a file.",
     ),
 ]
 Recall = Annotated[
