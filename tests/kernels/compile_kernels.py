@@ -36,13 +36,13 @@ from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish
 from seqmoe_kernels.pool.verify import verify_slots
 from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows
-from seqmoe_kernels.predictor.gru import GruWeights, gru_step_triton
-from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses_triton
-from seqmoe_kernels.predictor.horizons import window_vectors_triton
+from seqmoe_kernels.predictor.gru import GruWeights, gru_step
+from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
+from seqmoe_kernels.predictor.horizons import window_vectors
 from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates
 from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefetches
 from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
-from seqmoe_kernels.sampling.kernels import sample_triton
+from seqmoe_kernels.sampling.sample import sample
 from seqmoe_kernels.sampling.state import NUM_SETTINGS, SamplingState
 from seqmoe_kernels.state import Flights, PoolState
 from seqmoe_weights.layout import RecordLayout
@@ -160,7 +160,7 @@ def call_sampling_kernels() -> None:
     settings, counts = (tensor(n, dtype=torch.float32) for n in (NUM_SETTINGS, VOCAB))
     stream, seen = tensor(2, dtype=torch.int64), tensor(VOCAB, dtype=torch.bool)
     logits = tensor(VOCAB, dtype=torch.float32)
-    sample_triton(logits, SamplingState(settings, stream, counts, seen))
+    sample.launch(logits, SamplingState(settings, stream, counts, seen))
 
 
 def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
@@ -178,15 +178,15 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
     norm, states = Norm(real(width), 1e-5), f32(2, 2, width)
     matrices = real(3 * width, width), real(3 * width, width)
     weights = GruWeights(*matrices, real(3 * width), real(3 * width))
-    gru_step_triton(x, norm, weights, states[0, 0], states[1, 0])
-    vectors = window_vectors_triton(x, norm, real(4 * width, width), real(4 * width))
+    gru_step.launch(x, norm, weights, states[0, 0], states[1, 0])
+    vectors = window_vectors.launch(x, norm, real(4 * width, width), real(4 * width))
     rates = f32(4, num_flat), f32(3, 4, layers), f32(3), f32(4)
     heads, history = (
         ExpertHeads(real(num_flat, width), *rates),
         UseHistory(f32(3, num_flat), states),
     )
     expected = f32(4, num_flat)
-    expected_uses_triton(vectors, heads, used, token, token_out, history, expected)
+    expected_uses.launch(vectors, heads, used, token, token_out, history, expected)
     pool = PoolState.cold(num_flat, 1024, torch.device("meta"))
     numbers = tensor(6, dtype=torch.int64)
     expected_use = ExpectedUse.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))

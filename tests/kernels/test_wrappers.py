@@ -19,7 +19,7 @@ from seqmoe_kernels.pool.choose import RecordedIds, choose
 from seqmoe_kernels.pool.fetch import fetch
 from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve
 from seqmoe_kernels.pool.route import route
-from seqmoe_kernels.sampling.kernels import sample_triton
+from seqmoe_kernels.sampling.sample import sample
 from seqmoe_kernels.sampling.state import SamplingState
 from seqmoe_kernels.state import NUM_MARKS
 from seqmoe_weights.layout import RecordLayout
@@ -52,7 +52,7 @@ def sampling(logits: torch.Tensor, **changed: torch.Tensor) -> Callable[[], obje
     """Sampling from a vocabulary of 8 tokens, but for what is `changed`."""
     counts = torch.zeros(8)
     state = SamplingState(torch.zeros(7), torch.zeros(2).long(), counts, counts.bool())
-    return lambda: sample_triton(logits, state._replace(**changed))
+    return lambda: sample.launch(logits, state._replace(**changed))
 
 
 def refusals() -> list[tuple[str, Callable[[], object]]]:

@@ -66,13 +66,13 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> 
     out = torch.empty_like(x)
     if x.numel() > 0:
         _rotary_kernel[(num_tokens * num_heads,)](
-            x,
-            positions,
-            inv_freq,
-            out,
-            num_heads,
-            dim,
-            triton.next_power_of_2(dim // 2),
+            x=x,
+            positions=positions,
+            inv_freq=inv_freq,
+            out=out,
+            num_heads=num_heads,
+            D=dim,
+            BLOCK=triton.next_power_of_2(dim // 2),
             num_warps=1,
             enable_fp_fusion=True,
         )

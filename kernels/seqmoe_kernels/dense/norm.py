@@ -66,12 +66,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         warps = min(max(block // 256, 1), 16)
         grid = (x.numel() // hidden,)
         _rms_norm_kernel[grid](
-            x,
-            weight,
-            out,
-            eps,
-            hidden,
-            block,
+            x=x,
+            weight=weight,
+            out=out,
+            eps=eps,
+            H=hidden,
+            BLOCK=block,
             num_warps=warps,
             enable_fp_fusion=True,
             **pdl_options(x.device),

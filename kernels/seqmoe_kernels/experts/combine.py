@@ -48,6 +48,13 @@ def combine(pairs: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) 
         block = 256
         grid = (num_tokens, triton.cdiv(hidden, block))
         _combine_kernel[grid](
-            pairs, weights, out, top_k, hidden, block, num_warps=2, enable_fp_fusion=True
+            pairs=pairs,
+            weights=weights,
+            out=out,
+            K=top_k,
+            H=hidden,
+            BLOCK=block,
+            num_warps=2,
+            enable_fp_fusion=True,
         )
     return out

@@ -30,5 +30,13 @@ def decode_by_tiles(
     """Decode `weight` and the `others` of its parts into `out` [rows, cols], any float dtype."""
     rows, cols = out.shape
     _dequantize_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(cols, _COLS))](
-        weight, others, fmt, out, rows, cols, ROWS=_ROWS, COLS=_COLS, enable_fp_fusion=True
+        weight=weight,
+        others=others,
+        fmt=fmt,
+        out=out,
+        rows=rows,
+        cols=cols,
+        ROWS=_ROWS,
+        COLS=_COLS,
+        enable_fp_fusion=True,
     )

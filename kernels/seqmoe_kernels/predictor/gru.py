@@ -10,6 +10,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 from seqmoe_kernels.predictor.f32_gemv import dot_rows
@@ -114,15 +115,22 @@ def _gru_kernel(
     tl.store(out + at, tl.load(x + at, mask=at < D, other=0) + state, mask=at < D)
 
 
-def gru_step_triton(
-    x: torch.Tensor,
-    norm: Norm,
-    weights: GruWeights,
-    past: torch.Tensor,
-    present: torch.Tensor,
-    tiling: Tiling | None = None,
+def _tiling(width: int, dtype: torch.dtype) -> Tiling:
+    """As measured on an H200 for a width of 768: few units, whole rows on their way at once."""
+    columns = min(triton.next_power_of_2(width), 4096 // dtype.itemsize)
+    return Tiling(2, max(columns, 128), 2 if width > columns else 1, 4)
+
+
+@verb(gru_step_reference)
+def gru_step(
+    x: torch.Tensor, norm: Norm, weights: GruWeights, past: torch.Tensor, present: torch.Tensor
 ) -> torch.Tensor:
-    """The `rows` of the tiling are units, of three rows each."""
+    """`x` f32 [D], normed, and the state `past` f32 [D] make the new state: it is written to
+    `present`, which must be other memory, and x + present is returned.
+
+    Between the kernel that writes `past` and this one must be one that waits before it lets others
+    start, as `sum_rows` does.
+    """
     check_kernel_device(x)
     width, dtype = len(x), weights.own.dtype
     if width % 16:
@@ -133,41 +141,26 @@ def gru_step_triton(
     for name, tensor in weights._asdict().items():
         sizes = (3 * width,) if name.endswith("bias") else (3 * width, width)
         check(name, tensor, dtype, sizes, x.device)
-    tiling = tiling or _tiling(width, dtype)
+    tiling = _tiling(width, dtype)
     out = torch.empty_like(x)
     _gru_kernel[(triton.cdiv(width, tiling.rows),)](
-        x,
-        norm.weight,
-        norm.eps,
-        *weights,
-        past,
-        present,
-        out,
-        width,
-        tiling.rows,
-        tiling.columns,
-        tiling.tiles,
-        triton.next_power_of_2(width),
+        x=x,
+        gain=norm.weight,
+        eps=norm.eps,
+        own=weights.own,
+        past=weights.past,
+        own_bias=weights.own_bias,
+        past_bias=weights.past_bias,
+        past_state=past,
+        present_state=present,
+        out=out,
+        D=width,
+        UNITS=tiling.rows,
+        BLOCK_K=tiling.columns,
+        TILES=tiling.tiles,
+        BLOCK_D=triton.next_power_of_2(width),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
         **pdl_options(x.device),
     )
     return out
-
-
-def _tiling(width: int, dtype: torch.dtype) -> Tiling:
-    """As measured on an H200 for a width of 768: few units, whole rows on their way at once."""
-    columns = min(triton.next_power_of_2(width), 4096 // dtype.itemsize)
-    return Tiling(2, max(columns, 128), 2 if width > columns else 1, 4)
-
-
-def gru_step(
-    x: torch.Tensor, norm: Norm, weights: GruWeights, past: torch.Tensor, present: torch.Tensor
-) -> torch.Tensor:
-    """`x` f32 [D], normed, and the state `past` f32 [D] make the new state: it is written to
-    `present`, which must be other memory, and x + present is returned.
-
-    Between the kernel that writes `past` and this one must be one that waits before it lets others
-    start, as `sum_rows` does.
-    """
-    return (gru_step_triton if x.is_cuda else gru_step_reference)(x, norm, weights, past, present)

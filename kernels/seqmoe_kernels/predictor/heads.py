@@ -11,6 +11,7 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 from seqmoe_kernels.predictor.embed import TokenInput
 from seqmoe_kernels.predictor.f32_gemv import chunk_sums
@@ -177,52 +178,6 @@ def _store(logit, window: tl.constexpr, heads, out, row, inside, num_flat):
     tl.store(out + window * num_flat + row, expected, mask=inside)
 
 
-def expected_uses_triton(
-    vectors: torch.Tensor,
-    heads: ExpertHeads,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
-    history: UseHistory,
-    out: torch.Tensor,
-    tiling: Tiling | None = None,
-) -> None:
-    check_kernel_device(vectors)
-    _check_outlook(vectors, heads, used, token, token_input, history, out)
-    (num_flat, width), num_layers = heads.experts.shape, heads.by_counts.shape[2]
-    rank, num_states = 0, history.states[0].numel()
-    if token_input is not None:
-        rank = token_input.vectors.shape[1]
-    top_k = len(used) // num_layers
-    tiling = tiling or _tiling(width, heads.experts.dtype)
-    _outlook_kernel[(triton.cdiv(num_flat, tiling.rows),)](
-        vectors,
-        heads,
-        used,
-        token,
-        token_input or TokenInput(heads.experts, heads.experts),
-        history,
-        out,
-        num_flat,
-        num_states,
-        num_layers,
-        width,
-        num_flat // num_layers,
-        top_k,
-        len(heads.decay),
-        rank,
-        tiling.rows,
-        tiling.columns,
-        tiling.tiles,
-        triton.next_power_of_2(top_k),
-        triton.next_power_of_2(max(rank, 1)),
-        triton.next_power_of_2(num_states),
-        num_warps=tiling.num_warps,
-        enable_fp_fusion=True,
-        **pdl_options(vectors.device),
-    )
-
-
 def _check_outlook(
     vectors: torch.Tensor,
     heads: ExpertHeads,
@@ -262,6 +217,7 @@ def _tiling(width: int, dtype: torch.dtype) -> Tiling:
     return narrow_tiling(16, width, dtype)
 
 
+@verb(expected_uses_reference)
 def expected_uses(
     vectors: torch.Tensor,
     heads: ExpertHeads,
@@ -279,5 +235,37 @@ def expected_uses(
     ones. Between the kernels that write `used`, `token` and the counts and this one must be one
     that waits before it lets others start, as `sum_rows` does.
     """
-    run = expected_uses_triton if vectors.is_cuda else expected_uses_reference
-    run(vectors, heads, used, token, token_input, history, out)
+    check_kernel_device(vectors)
+    _check_outlook(vectors, heads, used, token, token_input, history, out)
+    (num_flat, width), num_layers = heads.experts.shape, heads.by_counts.shape[2]
+    rank, num_states = 0, history.states[0].numel()
+    if token_input is not None:
+        rank = token_input.vectors.shape[1]
+    top_k = len(used) // num_layers
+    tiling = _tiling(width, heads.experts.dtype)
+    _outlook_kernel[(triton.cdiv(num_flat, tiling.rows),)](
+        vectors=vectors,
+        heads=heads,
+        used=used,
+        token=token,
+        token_input=token_input or TokenInput(heads.experts, heads.experts),
+        history=history,
+        out=out,
+        num_flat=num_flat,
+        num_states=num_states,
+        num_layers=num_layers,
+        D=width,
+        E=num_flat // num_layers,
+        K=top_k,
+        J=len(heads.decay),
+        R=rank,
+        ROWS=tiling.rows,
+        BLOCK_D=tiling.columns,
+        TILES=tiling.tiles,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_R=triton.next_power_of_2(max(rank, 1)),
+        BLOCK_S=triton.next_power_of_2(num_states),
+        num_warps=tiling.num_warps,
+        enable_fp_fusion=True,
+        **pdl_options(vectors.device),
+    )

@@ -9,11 +9,12 @@ import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 from seqmoe_kernels.predictor.f32_gemv import dot_rows, vector
 from seqmoe_kernels.predictor.gru import sigmoid
-from seqmoe_kernels.predictor.tiling import Tiling, tiling_for
+from seqmoe_kernels.predictor.tiling import tiling_for
 
 NUM_WINDOWS = 4
 
@@ -54,13 +55,12 @@ def _window_kernel(
     tl.store(out + row, z + result * sigmoid(result), mask=inside)
 
 
-def window_vectors_triton(
-    x: torch.Tensor,
-    norm: Norm,
-    matrix: torch.Tensor,
-    bias: torch.Tensor,
-    tiling: Tiling | None = None,
+@verb(window_vectors_reference)
+def window_vectors(
+    x: torch.Tensor, norm: Norm, matrix: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
+    """With z = norm(`x`), x f32 [D], and `matrix` [W * D, D]: z + silu(matrix z + bias), f32
+    [W, D]."""
     check_kernel_device(x)
     num_rows, width = matrix.shape
     if width % 16:
@@ -69,32 +69,23 @@ def window_vectors_triton(
     check("norm.weight", norm.weight, FLOATS, (width,), x.device)
     check("matrix", matrix, FLOATS, (NUM_WINDOWS * width, width), x.device)
     check("bias", bias, FLOATS, (num_rows,), x.device)
-    tiling = tiling or tiling_for(num_rows, width, matrix.dtype, x.device)
+    tiling = tiling_for(num_rows, width, matrix.dtype, x.device)
     out = torch.empty((NUM_WINDOWS, width), dtype=torch.float32, device=x.device)
     _window_kernel[(triton.cdiv(num_rows, tiling.rows),)](
-        x,
-        norm.weight,
-        norm.eps,
-        matrix,
-        bias,
-        out,
-        num_rows,
-        width,
-        tiling.rows,
-        tiling.columns,
-        tiling.tiles,
-        triton.next_power_of_2(width),
+        x=x,
+        gain=norm.weight,
+        eps=norm.eps,
+        matrix=matrix,
+        bias=bias,
+        out=out,
+        num_rows=num_rows,
+        D=width,
+        ROWS=tiling.rows,
+        BLOCK_K=tiling.columns,
+        TILES=tiling.tiles,
+        BLOCK_D=triton.next_power_of_2(width),
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
         **pdl_options(x.device),
     )
     return out
-
-
-def window_vectors(
-    x: torch.Tensor, norm: Norm, matrix: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
-    """With z = norm(`x`), x f32 [D], and `matrix` [W * D, D]: z + silu(matrix z + bias), f32
-    [W, D]."""
-    run = window_vectors_triton if x.is_cuda else window_vectors_reference
-    return run(x, norm, matrix, bias)

@@ -303,7 +303,8 @@ def _draw_kernel(
     tl.store(state.seen + token, True)
 
 
-def sample_triton(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+def launch_sampling(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """`sample` as six kernels."""
     check_kernel_device(logits)
     check_sampling(logits, state)
     vocab_size = len(logits)
@@ -314,10 +315,23 @@ def sample_triton(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     # A fused multiply-add would round otherwise than the reference.
     exact = {"num_warps": 8, "enable_fp_fusion": False, **pdl_options(logits.device)}
     grid = (num_blocks,)
-    _penalty_kernel[grid](logits, state, scratch, vocab_size, BLOCK, **exact)
-    _distance_kernel[grid](state, scratch, vocab_size, BLOCK, blocks, **exact)
-    _top_k_kernel[grid](state, scratch, vocab_size, BLOCK, **exact)
-    _top_p_kernel[grid](state, scratch, vocab_size, BLOCK, **exact)
-    _weigh_kernel[grid](state, scratch, vocab_size, BLOCK, **exact)
-    _draw_kernel[(1,)](state, scratch, chosen, num_blocks, vocab_size, BLOCK, blocks, **exact)
+    _penalty_kernel[grid](
+        logits=logits, state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact
+    )
+    _distance_kernel[grid](
+        state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, BLOCKS=blocks, **exact
+    )
+    _top_k_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
+    _top_p_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
+    _weigh_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
+    _draw_kernel[(1,)](
+        state=state,
+        scratch=scratch,
+        chosen=chosen,
+        num_blocks=num_blocks,
+        vocab_size=vocab_size,
+        BLOCK=BLOCK,
+        BLOCKS=blocks,
+        **exact,
+    )
     return chosen

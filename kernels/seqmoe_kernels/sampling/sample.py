@@ -10,8 +10,9 @@ import math
 
 import torch
 
+from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.sampling.integer_probs import NO_MASS, UNIT, distances, masses, random_share
-from seqmoe_kernels.sampling.kernels import sample_triton
+from seqmoe_kernels.sampling.kernels import launch_sampling
 from seqmoe_kernels.sampling.state import MIN_P, REPEAT, TEMPERATURE, TOP_K, SamplingState
 
 
@@ -58,6 +59,7 @@ def sample_reference(logits: torch.Tensor, state: SamplingState) -> torch.Tensor
     return token
 
 
+@verb(sample_reference)
 def sample(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """Choose a token id, int64 [1], from logits [V] in f32, bf16 or f16, and count it as part of
     the answer.
@@ -68,4 +70,4 @@ def sample(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     renormalised. Temperature 0 takes the largest logit. Equal logits: the lower id comes first.
     The draw takes the token at a random share of the total, counted by id. Never waits for a GPU.
     """
-    return (sample_triton if logits.is_cuda else sample_reference)(logits, state)
+    return launch_sampling(logits, state)

@@ -16,14 +16,12 @@ from seqmoe_kernels import (
     TokenInput,
     UseHistory,
     expected_uses,
-    gru_step,
-    window_vectors,
 )
-from seqmoe_kernels.dense.tiling import Tiling
+from seqmoe_kernels.predictor import heads as heads_module
 from seqmoe_kernels.predictor.embed import sum_rows, sum_rows_reference
-from seqmoe_kernels.predictor.gru import gru_step_reference, gru_step_triton
-from seqmoe_kernels.predictor.heads import expected_uses_triton
-from seqmoe_kernels.predictor.horizons import window_vectors_reference, window_vectors_triton
+from seqmoe_kernels.predictor.gru import gru_step, gru_step_reference
+from seqmoe_kernels.predictor.horizons import window_vectors, window_vectors_reference
+from seqmoe_kernels.predictor.tiling import Tiling
 
 Draw = Callable[..., torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -111,7 +109,7 @@ def test_gru_step(device: torch.device, draw: Draw, width: int, dtype: torch.dty
     arguments = (draw(width, scale=3.0), norm, weights, draw(width), torch.empty(width))
     arguments_there = moved(arguments, device)
     expected = gru_step_reference(*arguments)
-    assert_near(gru_step_triton(*arguments_there), expected)
+    assert_near(gru_step.launch(*arguments_there), expected)
     assert_near(arguments_there[-1], arguments[-1])
     assert torch.equal(arguments_there[3].cpu(), arguments[3])
     assert torch.equal(gru_step(*arguments), expected)
@@ -137,7 +135,7 @@ def test_window_vectors(device: torch.device, draw: Draw, width: int, dtype: tor
     arguments = (draw(width, scale=3.0), norm, matrix, draw(4 * width, dtype=dtype))
     expected = window_vectors_reference(*arguments)
     assert expected.shape == (4, width)
-    assert_near(window_vectors_triton(*moved(arguments, device)), expected)
+    assert_near(window_vectors.launch(*moved(arguments, device)), expected)
     assert torch.equal(window_vectors(*arguments), expected)
 
 
@@ -179,7 +177,7 @@ def test_expected_uses(
     for used in (some_used(gen, layers, experts, top_k), nothing):
         arguments = (vectors, heads, used, token, token_input if rank else None)
         result = torch.empty(4, num_flat, device=device)
-        expected_uses_triton(*moved(arguments, device), there, result)
+        expected_uses.launch(*moved(arguments, device), there, result)
         expected_uses(*arguments, history, out)
         assert_near(result, out)
         assert_near(there.counts, history.counts)
@@ -203,7 +201,7 @@ def test_expected_uses_by_hand(device: torch.device) -> None:
     vectors[3, 5] = -100.0
     history = UseHistory(torch.tensor([[0.0, 2, 4, 6]]), zero(2, 2, width))
     used, token, out = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0]), zero(4, 4)
-    run = expected_uses_triton if device.type == "cuda" else expected_uses
+    run = expected_uses.launch if device.type == "cuda" else expected_uses
     arguments = moved((vectors, heads, used, token, None, history, out), device)
     run(*arguments)
     assert arguments[5].counts.tolist() == [[0, 2, 3 + 0, 3]]
@@ -214,7 +212,7 @@ def test_expected_uses_by_hand(device: torch.device) -> None:
 
 
 def test_the_tiling_changes_rounding_at_most(
-    device: torch.device, gen: torch.Generator, draw: Draw
+    device: torch.device, gen: torch.Generator, draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, layers, experts, top_k = 272, 3, 11, 2
     heads = moved(some_heads(draw, width, layers, experts, torch.bfloat16), device)
@@ -227,7 +225,8 @@ def test_the_tiling_changes_rounding_at_most(
             torch.zeros(2, 2, width, device=device),
         )
         out = torch.empty(4, layers * experts, device=device)
-        expected_uses_triton(vectors, heads, used, token, None, history, out, tiling)
+        monkeypatch.setattr(heads_module, "_tiling", lambda width, dtype, tiling=tiling: tiling)
+        expected_uses.launch(vectors, heads, used, token, None, history, out)
         found.append(out.cpu())
     for out in found[1:]:
         torch.testing.assert_close(out, found[0], rtol=1e-5, atol=1e-6)
@@ -255,4 +254,4 @@ def test_arguments_that_do_not_fit(
         "out": torch.zeros(4, 6),
     }
     with pytest.raises(ValueError, match=words):
-        expected_uses_triton(**{k: moved(v, device) for k, v in (arguments | change).items()})
+        expected_uses.launch(**{k: moved(v, device) for k, v in (arguments | change).items()})

@@ -10,8 +10,8 @@ import torch
 
 from seqmoe_kernels import SamplingState
 from seqmoe_kernels.sampling.integer_probs import NO_MASS, UNIT, distances, masses, random_share
-from seqmoe_kernels.sampling.kernels import BLOCK, sample_triton
-from seqmoe_kernels.sampling.sample import sample_reference
+from seqmoe_kernels.sampling.kernels import BLOCK
+from seqmoe_kernels.sampling.sample import sample, sample_reference
 
 CPU = torch.device("cpu")
 DRAW = (1.0, 0.0, 1.0, 0.0)  # with every filter off
@@ -92,7 +92,7 @@ def test_same_tokens_as_the_reference(
     for _ in range(4):
         logits = random_logits(vocab_size, gen)
         token = sample_reference(logits, expected)
-        assert sample_triton(logits.to(device), state).tolist() == token.tolist()
+        assert sample.launch(logits.to(device), state).tolist() == token.tolist()
     for name, tensor in expected._asdict().items():
         assert torch.equal(getattr(state, name).cpu(), tensor), name
 
@@ -105,12 +105,12 @@ def test_sizes_and_dtypes(device: torch.device, gen: torch.Generator, vocab_size
         narrow, settings = logits.to(dtype), SETTINGS[number]
         token = sample_reference(narrow.float(), start(settings, vocab_size))
         state = start(settings, vocab_size, device)
-        assert sample_triton(narrow.to(device), state).tolist() == token.tolist()
+        assert sample.launch(narrow.to(device), state).tolist() == token.tolist()
         assert torch.equal(sample_reference(narrow, start(settings, vocab_size)), token)
 
 
 def runs(device: torch.device) -> list[tuple[Run, torch.device]]:
-    return [(sample_reference, CPU), (sample_triton, device)]
+    return [(sample_reference, CPU), (sample.launch, device)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_greedy_takes_the_lowest_of_the_largest(device: torch.device) -> None:
 
 def test_draws_follow_the_softmax(device: torch.device) -> None:
     shares = torch.tensor([0.1, 0.0, 0.5, 0.3, 0.1])
-    for run, where, count in ((sample_reference, CPU, 4000), (sample_triton, device, 40)):
+    for run, where, count in ((sample_reference, CPU, 4000), (sample.launch, device, 40)):
         logits = shares.log().to(where)
         state = start((*DRAW, *PLAIN), len(shares), where)
         tokens = torch.tensor([int(run(logits, state)) for _ in range(count)])
@@ -167,10 +167,10 @@ def test_one_graph_for_all_settings(gen: torch.Generator) -> None:
     device, vocab_size = torch.device("cuda"), 151936
     logits = torch.randn(vocab_size, generator=gen).mul(3).bfloat16().float()
     placed, state = logits.to(device), start(SETTINGS[0], vocab_size, device)
-    sample_triton(placed, state)
+    sample.launch(placed, state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token = sample_triton(placed, state)
+        token = sample.launch(placed, state)
     for settings in SETTINGS:
         expected = start(settings, vocab_size)
         for tensor, value in zip(state, expected, strict=True):
