@@ -100,7 +100,7 @@ def plan_memory(
     model does not fit or `--pool` is below the largest demand of one layer. `has_predictor`: there
     is a trained one, which "auto" may use."""
     device, dtype, fallbacks = choose_placement(options)
-    policy, prefetch = _wanted(options, device, has_predictor)
+    policy, prefetch = resolve_auto(options, device, has_predictor)
     ctx_size, max_ctx = options.ctx_size, model.config.max_position_embeddings
     if ctx_size > max_ctx:
         if ctx_size != EngineOptions.ctx_size:
@@ -148,8 +148,10 @@ def plan_memory(
     return plan
 
 
-def _wanted(options: EngineOptions, device: torch.device, has_predictor: bool) -> tuple[str, str]:
-    """Policy and prefetch for a pool of less than all experts, "auto" replaced. A forecast for
+def resolve_auto(
+    options: EngineOptions, device: torch.device, has_predictor: bool
+) -> tuple[str, str]:
+    """Policy and prefetch for a pool of less than all experts, "auto" resolved. A forecast for
     prefetches needs a policy that knows counts to compare with."""
     policy, prefetch, on_gpu = options.policy, options.prefetch, device.type == "cuda"
     if policy == "auto":
