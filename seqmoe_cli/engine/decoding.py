@@ -7,6 +7,7 @@ fixed addresses. So it can be captured once and replayed for every token of ever
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -16,9 +17,16 @@ import torch
 
 from seqmoe_cli.engine.experts import StepContext
 from seqmoe_cli.engine.forward import Forward
-from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.settings import SamplingParams
-from seqmoe_kernels import ENTRY_WORDS, PoolState, begin_step, publish, read_entry
+from seqmoe_kernels import (
+    ENTRY_WORDS,
+    PoolState,
+    SamplingState,
+    begin_step,
+    publish,
+    read_entry,
+    sample,
+)
 
 REPLAYS_AHEAD = 1  # a stop token or an interruption wastes as many
 _RING_SIZE = 64  # entries; far more than steps that run ahead of the host
@@ -123,6 +131,39 @@ class TokenRing:
             if idle:
                 raise AssertionError(f"the device is idle and has not written entry {number}")
             time.sleep(_NAP_S)
+
+
+class Sampler:
+    """The sampling state of the answer under way, in tensors that stay where they are.
+
+    The order of penalties and filters is that of `seqmoe_kernels.sample`. The same seed and the
+    same logits give the same tokens on every device.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.state = SamplingState(
+            settings=torch.ones(7, device=device),
+            stream=torch.zeros(2, dtype=torch.int64, device=device),
+            counts=torch.zeros(vocab_size, device=device),
+            seen=torch.zeros(vocab_size, dtype=torch.bool, device=device),
+        )
+
+    def begin(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        """Start an answer to a prompt."""
+        p, state = params, self.state
+        settings = [p.temperature, p.top_k, p.top_p, p.min_p]
+        settings += [p.repeat_penalty, p.presence_penalty, p.frequency_penalty]
+        state.settings.copy_(torch.tensor(settings))
+        seed = secrets.randbits(32) if p.seed is None else p.seed
+        state.stream.copy_(torch.tensor([seed, 0]))
+        state.counts.zero_()
+        state.seen.zero_()
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64, device=state.seen.device)
+        state.seen.index_fill_(0, prompt, True)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab_size] -> token id int64 [1], which is then part of the answer."""
+        return sample(logits, self.state)
 
 
 class Decoding:

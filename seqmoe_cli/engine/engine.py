@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from seqmoe_cli.engine.decoding import Decoding
+from seqmoe_cli.engine.decoding import Decoding, Sampler
 from seqmoe_cli.engine.experts import PooledExperts, StepContext
 from seqmoe_cli.engine.forecaster import Forecaster, plan_with_predictor
 from seqmoe_cli.engine.forward import Forward, InterruptedForward, PrefillProgress
 from seqmoe_cli.engine.kv_state import KVState
 from seqmoe_cli.engine.look_ahead import look_ahead_routers
 from seqmoe_cli.engine.memory import HEAD_CHUNK, MemoryPlan, ModelShape
-from seqmoe_cli.engine.sampler import Sampler
 from seqmoe_cli.engine.stats import Step
 from seqmoe_cli.engine.streams import Beside
 from seqmoe_cli.errors import PromptError

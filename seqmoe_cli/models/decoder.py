@@ -6,7 +6,6 @@ K experts per token. A family puts the blocks of its layer together, and adds wh
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -40,9 +39,10 @@ class Experts(Protocol):
         ...
 
 
-class Decoder(ABC):
+class Decoder:
     """A decoder over its resident weights. It asks for them by role and layer; how a family calls
-    its tensors stands in `seqmoe_weights.families`."""
+    its tensors stands in `seqmoe_weights.families`. A family whose layer is another one has a
+    subclass with a `layer` of its own."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
         """`weights`: what `PackedModel.load_resident` gives."""
@@ -55,7 +55,6 @@ class Decoder(ABC):
         inv_freq = 1.0 / (config.rope_theta ** (dims / config.head_dim))
         self._inv_freq = inv_freq.to(self.weight("embedding").device)
 
-    @abstractmethod
     def layer(
         self,
         n: int,
@@ -64,7 +63,10 @@ class Decoder(ABC):
         experts: Experts,
         ahead: Matrix | None = None,
     ) -> torch.Tensor:
-        """Layer n: residual stream x [T, H] -> [T, H]. `ahead`: see `mix_experts`."""
+        """Layer n: residual stream x [T, H] -> [T, H]: attention, then the mixture of experts.
+        `ahead`: see `mix_experts`."""
+        x = self.attend(n, x, attention)
+        return self.mix_experts(n, x, experts, ahead)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids int64 [T] -> residual stream [T, H]."""

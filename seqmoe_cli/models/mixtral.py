@@ -1,24 +1,8 @@
-"""Mixtral: grouped-query attention, then softmax-routed experts with renormalised weights."""
+"""Mixtral: grouped-query attention, then softmax-routed experts with renormalised weights: the
+layer of `Decoder`."""
 
 from __future__ import annotations
 
-import torch
+from seqmoe_cli.models.decoder import Decoder
 
-from seqmoe_cli.models.decoder import Attention, Decoder, Experts
-from seqmoe_kernels import Matrix
-
-
-class Mixtral(Decoder):
-    def layer(
-        self,
-        n: int,
-        x: torch.Tensor,
-        attention: Attention,
-        experts: Experts,
-        ahead: Matrix | None = None,
-    ) -> torch.Tensor:
-        x = self.attend(n, x, attention)
-        return self.mix_experts(n, x, experts, ahead)
-
-
-DECODER = Mixtral
+DECODER = Decoder

@@ -4,6 +4,6 @@ experts' weights stay as the softmax gives them unless the configuration wants t
 
 from __future__ import annotations
 
-from seqmoe_cli.models.mixtral import Mixtral
+from seqmoe_cli.models.decoder import Decoder
 
-DECODER = Mixtral
+DECODER = Decoder

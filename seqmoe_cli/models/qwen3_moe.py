@@ -4,6 +4,6 @@ is a setting."""
 
 from __future__ import annotations
 
-from seqmoe_cli.models.mixtral import Mixtral
+from seqmoe_cli.models.decoder import Decoder
 
-DECODER = Mixtral
+DECODER = Decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_cli.engine.sampler import Sampler
+from seqmoe_cli.engine.decoding import Sampler
 from seqmoe_cli.settings import SamplingParams
 
 CPU = torch.device("cpu")
