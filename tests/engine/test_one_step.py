@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,7 @@ from tests.engine.conversations import PROMPT, SAMPLING, SHAPE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = f"{ROOT / 'seqmoe_cli'}/"
-MOST_FILES = 14
+MOST_FILES = 12
 
 
 def files_of_one_step(engine: Engine) -> list[str]:
@@ -57,3 +58,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_one_step_runs_through_few_files(files: list[str]) -> None:
     assert files[0] == "engine/engine.py" and "residency/prefetch.py" in files
     assert len(files) <= MOST_FILES, files
+
+
+def test_the_documentation_lists_them_in_this_order(files: list[str]) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    section = text.split("## One decode step\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")]
+    assert [found[1] for line in table if (found := re.search(r"`(\w+/\w+\.py)`", line))] == files
