@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,10 +39,6 @@ _Minutes = Annotated[
 ]
 _Passes = Annotated[int, typer.Option("--passes", metavar="N", help="Most passes over the tokens.")]
 _Width = Annotated[int, typer.Option("--width", metavar="D", help="Width of the recurrent blocks.")]
-_Hidden = Annotated[
-    int,
-    typer.Option("--hidden", metavar="R", help="Dimensions of hidden states to learn from."),
-]
 _Checkpoint = Annotated[
     Path | None,
     flag(
@@ -74,7 +69,6 @@ def train(
     minutes: _Minutes = 10.0,
     passes: _Passes = 40,
     width: _Width = 768,
-    hidden: _Hidden = 0,
     checkpoint: _Checkpoint = None,
     record: _Record = None,
     held_out: _HeldOut = None,
@@ -98,7 +92,6 @@ def train(
     check_range("--width", width, 16, 4096)
     if width % 16:
         raise UsageError(f"--width {width} is no multiple of 16", f"use {width // 16 * 16}")
-    check_range("--hidden", hidden, 0, 2**16)
     if model is None and not (trace and output):
         raise UsageError("no MODEL is given", "give one, or both --trace and -o")
     files = {"-o": output, "--record": record, "--held-out": held_out, "--checkpoint": checkpoint}
@@ -110,10 +103,7 @@ def train(
 
     packed = _open(model)
     device = choose_placement(settings).device
-    if trace:
-        whole = _traces(trace, hidden)
-    else:
-        whole = _own_text(packed, settings, tokens, hidden, seed or 0)
+    whole = _traces(trace) if trace else _own_text(packed, settings, tokens, seed or 0)
     if record:
         whole.save(record)
     learned, judged = divide(whole)
@@ -144,26 +134,14 @@ def _open(model: str | None) -> PackedModel | None:
     return PackedModel.open(options.find_model(model)) if model else None
 
 
-def _traces(names: list[str], hidden: int) -> Trace:
-    """All of them, with hidden states only if they are asked for: an engine has none to show."""
+def _traces(names: list[str]) -> Trace:
     from seqmoe_cli.forecast.corpus import joined
     from seqmoe_cli.forecast.shipped import open_trace
 
-    whole = joined([open_trace(name) for name in names])
-    if not hidden:
-        return replace(whole, hidden=None, projection=None, projection_seed=None)
-    rank = 0 if whole.hidden is None else whole.hidden.shape[1]
-    if rank != hidden:
-        raise SeqmoeError(
-            f"--hidden {hidden}: the hidden states in the traces have {rank} dimensions",
-            f"record them with seqmoe trace --hidden {hidden}, or leave it out",
-        )
-    return whole
+    return joined([open_trace(name) for name in names])
 
 
-def _own_text(
-    packed: PackedModel | None, settings: EngineOptions, tokens: int, hidden: int, seed: int
-) -> Trace:
+def _own_text(packed: PackedModel | None, settings: EngineOptions, tokens: int, seed: int) -> Trace:
     """What the model says to itself, recorded."""
     from seqmoe_cli.chat.own_text import OwnText
     from seqmoe_cli.chat.template import ChatTemplate
@@ -175,10 +153,7 @@ def _own_text(
     folder = packed.path
     template, tokenizer = ChatTemplate.open(folder), Tokenizer.open(folder)
     sampling = SamplingSettings({}, checkpoint_settings(folder)).params
-    options.check_hidden(hidden, packed)
-    recorder = TraceRecorder(
-        packed.name, packed.config, hidden_rank=hidden, weights_sha256=packed.weights_sha256
-    )
+    recorder = TraceRecorder(packed.name, packed.config, weights_sha256=packed.weights_sha256)
     with options.opened_engine(folder, settings) as engine, progress_bars() as tell:
         text = OwnText(engine, template, tokenizer, sampling)
         return text.trace(
@@ -217,7 +192,6 @@ def _new_predictor(
         num_experts=trace.num_experts,
         top_k=trace.top_k,
         vocab_size=vocab_size,
-        hidden_rank=0 if trace.hidden is None else trace.hidden.shape[1],
         width=width,
     )
     return Predictor(shape, dropout=0.1).to(place)

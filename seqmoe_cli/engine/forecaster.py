@@ -166,9 +166,3 @@ def check_predictor(predictor: Predictor, config: ModelConfig, model: str, num_t
         raise SeqmoeError(
             f"the predictor knows {shape.vocab_size:,} tokens, {model} has {num_tokens:,}", _HINT
         )
-    if shape.hidden_rank:
-        raise SeqmoeError(
-            f"the predictor wants hidden states of {shape.hidden_rank} dimensions, which are only "
-            "in traces",
-            "train one without: seqmoe train MODEL --hidden 0",
-        )

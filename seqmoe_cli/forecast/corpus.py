@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from seqmoe_cli.errors import SeqmoeError
@@ -49,8 +47,9 @@ class Corpus:
         self.first = torch.from_numpy(np.repeat(starts, lengths)).to(device)
         self.end = torch.from_numpy(np.repeat(self.ends, lengths)).to(device)
         self.decode = torch.from_numpy(trace.phase == DECODE).to(device)
-        self.token = _on(trace.token_ids, device, np.int64)
-        self.hidden = _on(trace.hidden, device, np.float16)
+        self.token: Tensor | None = None
+        if trace.token_ids is not None:
+            self.token = torch.from_numpy(trace.token_ids.astype(np.int64)).to(device)
 
     def __len__(self) -> int:
         return len(self._experts)
@@ -76,8 +75,7 @@ class Corpus:
         there = index > self.first[index]
         before = (index - 1).clamp(min=0)
         used = torch.where(there.unsqueeze(-1), self.used(before), self.num_flat)
-        hidden = None if self.hidden is None else self.hidden[before] * there.unsqueeze(-1)
-        return Inputs(used, None if self.token is None else self.token[index], hidden)
+        return Inputs(used, None if self.token is None else self.token[index])
 
     def rows(self, length: int, generator: torch.Generator) -> Tensor:
         """Starts of rows that tile the sequences, each shifted by chance, in random order."""
@@ -147,21 +145,15 @@ def divide(trace: Trace) -> tuple[Trace, Trace]:
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """One trace of several of the same model; what not all of them have is left out. Raises
-    `SeqmoeError` when their shapes or weights differ."""
+    """One trace of several of the same model, with what is learned from. Raises `SeqmoeError` when
+    their shapes or weights differ."""
     shapes = {(trace.num_layers, trace.num_experts, trace.top_k) for trace in traces}
     if len(shapes) > 1:
         raise SeqmoeError("the traces are of models of different shapes", "give those of one model")
     known = {trace.weights_sha256 for trace in traces} - {None}
     if len(known) > 1:
         raise SeqmoeError("the traces are of different models", "give those of one model")
-    columns: dict[str, Any] = {"weights_sha256": next(iter(known), None)}
-    for name in ("token_ids", "hidden"):
-        parts = [getattr(trace, name) for trace in traces]
-        whole = all(part is not None for part in parts) and len({p.shape[1:] for p in parts}) == 1
-        columns[name] = np.concatenate(parts) if whole else None
-    if columns["hidden"] is not None:
-        columns |= {n: getattr(traces[0], n) for n in ("projection", "projection_seed")}
+    token_ids = [trace.token_ids for trace in traces if trace.token_ids is not None]
     sequence, begun = [], 0
     for trace in traces:
         numbers = np.unique(trace.sequence, return_inverse=True)[1]
@@ -174,7 +166,8 @@ def joined(traces: Sequence[Trace]) -> Trace:
         np.concatenate([trace.experts for trace in traces]),
         np.concatenate(sequence).astype(np.uint32),
         np.concatenate([trace.phase for trace in traces]),
-        **columns,
+        np.concatenate(token_ids) if len(token_ids) == len(traces) else None,
+        weights_sha256=next(iter(known), None),
     )
 
 
@@ -187,10 +180,6 @@ def check_shape(trace: Trace, num_layers: int, num_experts: int, top_k: int, who
             f"{found[2]} used; {whose} {num_layers} of {num_experts}, {top_k} used",
             "give a trace of the same model",
         )
-
-
-def _on(array: NDArray[Any] | None, device: torch.device, dtype: type) -> Tensor | None:
-    return None if array is None else torch.from_numpy(array.astype(dtype)).to(device)
 
 
 def _mean(hot: Tensor, length: int, first: int, last: int) -> Tensor:

@@ -40,8 +40,8 @@ class Predictions:
 
 
 def check_trace(predictor: Predictor, trace: Trace) -> None:
-    """Raise `SeqmoeError` for a trace of another shape, or one without the token ids or hidden
-    states that the predictor was trained with."""
+    """Raise `SeqmoeError` for a trace of another shape, or one without the token ids that the
+    predictor was trained with."""
     shape = predictor.shape
     check_shape(
         trace, shape.num_layers, shape.num_experts, shape.top_k, "the predictor is for one of"
@@ -57,10 +57,3 @@ def check_trace(predictor: Predictor, trace: Trace) -> None:
                 f"{shape.vocab_size:,}",
                 hint,
             )
-    rank = 0 if trace.hidden is None else trace.hidden.shape[1]
-    if shape.hidden_rank and rank != shape.hidden_rank:
-        raise SeqmoeError(
-            f"the trace of {trace.model} has hidden states of {rank} dimensions, the predictor "
-            f"wants {shape.hidden_rank}",
-            f"record it with --hidden {shape.hidden_rank}",
-        )

@@ -1,8 +1,7 @@
 """Predictor: which experts the coming steps will use, from the steps so far and the next token.
 
 B sequences, T steps, L layers of E experts, K of them used by a step, N = L * E flat expert ids, W
-windows of steps ahead, J half-lives, D the width, R the rank of hidden states. The id N stands for
-"none".
+windows of steps ahead, J half-lives, D the width. The id N stands for "none".
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ NUM_BLOCKS = 2
 
 @dataclass(frozen=True)
 class PredictorShape:
-    """`vocab_size` 0: token ids are not known; `hidden_rank` 0: nor are hidden states."""
+    """`vocab_size` 0: token ids are not known."""
 
     num_layers: int
     num_experts: int  # of one layer
     top_k: int
     vocab_size: int = 0
     token_rank: int = 0
-    hidden_rank: int = 0
     width: int = 768
 
     @property
@@ -79,7 +77,11 @@ class PredictorShape:
 
     @classmethod
     def from_dict(cls, sizes: dict[str, Any]) -> PredictorShape:
-        """Raises `ValueError` for anything that `as_dict` does not give."""
+        """Raises `ValueError` for anything that `as_dict` does not give; older ones gave
+        `hidden_rank`, too."""
+        if sizes.get("hidden_rank", 0) != 0:
+            raise ValueError("it reads hidden states, which an engine does not show")
+        sizes = {name: size for name, size in sizes.items() if name != "hidden_rank"}
         names = {field.name for field in fields(cls)}
         if set(sizes) != names or not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"its sizes are {sizes}")
@@ -92,13 +94,11 @@ class Inputs(NamedTuple):
     """What is known when each step begins; what a predictor has no use for is ignored.
 
     `used` int64 [B, T, L * K]: flat ids of the step before, N where there was none. `token` int64
-    [B, T], the one that the step evaluates. `hidden` [B, T, R]: the final hidden state of the step
-    before, zero where there was none.
+    [B, T], the one that the step evaluates.
     """
 
     used: Tensor
     token: Tensor | None = None
-    hidden: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -112,8 +112,8 @@ class Predictor(nn.Module):
     """The sum of learned vectors for all that is known goes through two recurrent blocks; a head
     for each window turns the result into a vector that is compared with one for each expert. Beside
     that, two things go into the logits directly: logarithms of decayed counts, so that the network
-    need not remember by itself who was used how often, and what the token alone says, a table of
-    low rank. With these `beginning.py` lets the training start where counting ends.
+    need not remember by itself how often each expert was used, and what the token alone says, a
+    table of low rank. With these `beginning.py` lets the training start where counting ends.
 
     The sigmoid of a logit is the share of a window's steps that will use the expert.
     """
@@ -131,9 +131,6 @@ class Predictor(nn.Module):
             self.token_out = nn.Linear(shape.token_rank, len(WINDOWS) * shape.num_flat, bias=False)
             nn.init.normal_(self.token_in.weight, std=shape.token_rank**-0.5)
             nn.init.zeros_(self.token_out.weight)
-        if shape.hidden_rank:
-            self.hidden_norm = nn.LayerNorm(shape.hidden_rank)
-            self.hidden_in = nn.Linear(shape.hidden_rank, width, bias=False)
         self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-5) for _ in range(NUM_BLOCKS + 1))
         self.blocks = nn.ModuleList(
             nn.GRU(width, width, batch_first=True) for _ in range(NUM_BLOCKS)
@@ -181,10 +178,6 @@ class Predictor(nn.Module):
         if self.shape.vocab_size:
             assert inputs.token is not None
             x = x + self.token_in(self.token(inputs.token))
-        if self.shape.hidden_rank:
-            assert inputs.hidden is not None
-            hidden = self.hidden_norm(inputs.hidden.float())
-            x = x + self.hidden_in(hidden) * there.unsqueeze(-1)
         return x
 
     def _windows(self, z: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from seqmoe_cli.forecast.predictor import HALF_LIVES, NUM_BLOCKS, WINDOWS, Predi
 from seqmoe_kernels import (
     ExpertHeads,
     GruWeights,
-    HiddenInput,
     Norm,
     TokenInput,
     UseHistory,
@@ -26,10 +25,9 @@ class PredictorStep:
     """Everything it reads and writes stays at its address; nothing is read back by the host.
 
     Before a call the caller fills `used` int32 [L * K] with the flat ids of the step that is over,
-    layer by layer (N, the number of flat ids, where there was none), `token` int64 [1] with the
-    token that the next step evaluates, and `hidden` f32 [R] with the final hidden state behind the
-    step that is over. After it `expected` f32 [W, N] holds how often each expert will be used in
-    each window.
+    layer by layer (N, the number of flat ids, where there was none), and `token` int64 [1] with the
+    token that the next step evaluates. After it `expected` f32 [W, N] holds how often each expert
+    will be used in each window.
     """
 
     def __init__(self, predictor: Predictor, device: torch.device, dtype: torch.dtype) -> None:
@@ -39,7 +37,6 @@ class PredictorStep:
         self._net, self._num_flat = net, shape.num_flat
         self.used = torch.full((shape.num_used,), shape.num_flat, dtype=torch.int32, device=device)
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
-        self.hidden = torch.zeros(shape.hidden_rank, device=device)
         self.expected = torch.zeros(len(WINDOWS), shape.num_flat, device=device)
         self._history = UseHistory(
             torch.zeros(len(HALF_LIVES), shape.num_flat, device=device),
@@ -58,10 +55,6 @@ class PredictorStep:
         if shape.vocab_size:
             self._token_in = TokenInput(net.token.weight, net.token_in.weight)
             self._token_out = TokenInput(net.token.weight, net.token_out.weight)
-        self._hidden_in = None
-        if shape.hidden_rank:
-            norm = net.hidden_norm
-            self._hidden_in = HiddenInput(norm.weight, norm.bias, norm.eps, net.hidden_in.weight)
 
     def load(self, state: State) -> None:
         """Go on from a state of one sequence, as the sequence form leaves it behind a prompt."""
@@ -78,8 +71,7 @@ class PredictorStep:
     def __call__(self) -> None:
         """Five launches on a GPU."""
         past, present = self._history.states
-        inputs = (self.token, self._token_in, self.hidden, self._hidden_in)
-        x = sum_rows(self._net.used.weight, self.used, *inputs)
+        x = sum_rows(self._net.used.weight, self.used, self.token, self._token_in)
         for n, weights in enumerate(self._blocks):
             x = gru_step(x, self._norms[n], weights, past[n], present[n])
         vectors = window_vectors(x, self._norms[-1], self._net.heads.weight, self._net.heads.bias)

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from seqmoe_cli.chat.own_text import OwnText
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.forecast.recorder import TraceRecorder
-from seqmoe_cli.forecast.stored import open_predictor
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.main import main
 from seqmoe_cli.settings import EngineOptions, SamplingParams
@@ -170,21 +168,6 @@ def test_one_that_was_not_judged(
     assert "not judged" in run(capsys, "info", model, *CPU)
 
 
-def test_hidden_states_only_if_asked_for(
-    endless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts, trace, file = (tmp_path / name for name in ("prompts", "trace", "p"))
-    prompts.write_text('["Hello", "And then?", "Why"]')
-    record = ["trace", endless, "--prompts", prompts, "-n", "20", "--hidden", "4", "-o", trace]
-    run(capsys, *record, *CPU)
-    train = ["train", "--trace", trace, "-o", file, *CPU, *QUICK]
-    for flags, rank in (([], 0), (["--hidden", "4"], 4)):
-        run(capsys, *train, *flags)
-        assert open_predictor(file, torch.device("cpu")).predictor.shape.hidden_rank == rank
-    assert main([str(word) for word in [*train, "--hidden", "5"]]) == 1
-    assert "--hidden 5" in capsys.readouterr().err
-
-
 def test_it_belongs_to_the_weights(
     endless: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +215,6 @@ def test_on_a_terminal(own: Path, tmp_path: Path) -> None:
         (["MODEL", "-o", "/no/such/folder/x"], 1, "/no/such/folder/x"),
         (["MODEL", "--trace", "qwen3"], 1, "48 layers of 128 experts"),
         (["MODEL", "--trace", "/no/such/file"], 1, "/no/such/file"),
-        (["MODEL", "--hidden", "999"], 1, "--hidden 999"),
         (["MODEL", "-c", "20"], 1, "no answer"),
         (["/no/such/model"], 1, "/no/such/model"),
     ],

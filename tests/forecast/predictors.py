@@ -9,7 +9,7 @@ from tests.traces import EXPERTS, LAYERS, TOP_K, VOCAB
 
 
 def small_shape(**sizes: int) -> PredictorShape:
-    given = {"token_rank": 6, "vocab_size": VOCAB, "hidden_rank": 4, "width": 16} | sizes
+    given = {"token_rank": 6, "vocab_size": VOCAB, "width": 16} | sizes
     return PredictorShape(LAYERS, EXPERTS, TOP_K, **given)
 
 

@@ -40,7 +40,7 @@ def test_the_same_numbers_stand_everywhere() -> None:
     assert LEAST_RATE == heads.LEAST_RATE
 
 
-@pytest.mark.parametrize("sizes", [{}, {"hidden_rank": 0}, {"vocab_size": 0, "token_rank": 0}])
+@pytest.mark.parametrize("sizes", [{}, {"vocab_size": 0, "token_rank": 0}])
 def test_steps_say_what_sequences_say(sizes: dict[str, int]) -> None:
     shape = small_shape(**sizes)
     predictor, corpus = random_predictor(shape), Corpus(written_trace(1, 40), CPU)
@@ -56,15 +56,13 @@ def test_steps_say_what_sequences_say(sizes: dict[str, int]) -> None:
     torch.testing.assert_close(expected_uses(again[0]), whole[25:])
 
     step = PredictorStep(predictor, CPU, torch.float32)
-    tensors = (step.used, step.token, step.hidden, step.expected)
+    tensors = (step.used, step.token, step.expected)
     addresses = [tensor.data_ptr() for tensor in tensors]
 
     def run(first: int) -> None:
         for t in range(first, 40):
             step.used.copy_(known.used[0, t])
             step.token.copy_(known.token[0, t : t + 1])  # type: ignore[index]
-            if shape.hidden_rank:
-                step.hidden.copy_(known.hidden[0, t])  # type: ignore[index]
             step()
             torch.testing.assert_close(step.expected, whole[t], atol=1e-5, rtol=1e-4)
 
@@ -206,7 +204,7 @@ def test_training_begins_where_counting_ends() -> None:
     embedding = torch.cat(
         (torch.nn.functional.one_hot(ids % EXPERTS, 8), torch.nn.functional.one_hot(ids // 8, 3)), 1
     ).float()
-    shape = small_shape(token_rank=16, hidden_rank=0)
+    shape = small_shape(token_rank=16)
     predictor = Predictor(shape).eval()
     begin(predictor, learned, embedding)
     used = torch.full((1, 1, LAYERS * TOP_K), LAYERS * EXPERTS)
@@ -223,7 +221,7 @@ def test_training_begins_where_counting_ends() -> None:
 def test_it_finds_what_counting_cannot() -> None:
     learned, held_out = divide(written_trace(120, 60))
     torch.manual_seed(0)
-    predictor = Predictor(small_shape(width=48, token_rank=16, hidden_rank=0))
+    predictor = Predictor(small_shape(width=48, token_rank=16))
     corpus = Corpus(learned, CPU)
     begin(predictor, corpus)
     plan = Plan(minutes=10, passes=6, rate=1e-2, batch_tokens=512, length=64, dropout=0.0, warm=4)
@@ -242,7 +240,7 @@ def test_it_finds_what_counting_cannot() -> None:
 def test_it_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     learned, held_out = (Corpus(part, CPU) for part in divide(written_trace(12, 60)))
     plan = Plan(passes=4, batch_tokens=128, length=32, looks=40, dropout=0.0)
-    shape = small_shape(hidden_rank=0)
+    shape = small_shape()
 
     def fresh() -> Predictor:
         torch.manual_seed(0)
@@ -276,10 +274,6 @@ def test_traces_that_do_not_fit() -> None:
     for wrong, words in (
         (bare, "no token ids"),
         (Trace("x", "none", 8, trace.experts[:, :2], trace.sequence, trace.phase), "2 layers of 8"),
-        (
-            Trace("x", "none", 8, trace.experts, trace.sequence, trace.phase, trace.token_ids),
-            "0 dim",
-        ),
     ):
         with pytest.raises(SeqmoeError, match=words):
             Predictions(predictor, wrong)

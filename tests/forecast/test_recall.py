@@ -18,7 +18,7 @@ NUM_FLAT, LENGTH = LAYERS * EXPERTS, 40
 
 def test_recall_by_hand() -> None:
     learned, held_out = divide(written_trace(20, LENGTH))
-    predictor, told = random_predictor(small_shape(hidden_rank=0)), list[tuple[int, int]]()
+    predictor, told = random_predictor(small_shape()), list[tuple[int, int]]()
     found = recall(learned, held_out, predictor, lambda *progress: told.append(progress))
     assert found.top == (TOP_K, TOP_K + 3, 2 * TOP_K) and told[-1] == (2 * LENGTH, 2 * LENGTH)
     assert found.num_tokens == (held_out.phase == DECODE).sum()

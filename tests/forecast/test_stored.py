@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_it_says_the_same_again(tmp_path: Path) -> None:
     assert torch.equal(one, two)
 
 
+def test_older_ones_say_that_they_read_no_hidden_states(tmp_path: Path) -> None:
+    file, shape = tmp_path / "p", small_shape()
+    StoredPredictor(random_predictor(shape), {}).save(file)
+    tensors, metadata = from_bytes(file.read_bytes(), file)
+    older = json.dumps(shape.as_dict() | {"hidden_rank": 0})
+    file.write_bytes(to_bytes(tensors, metadata | {"shape": older}))
+    assert open_predictor(file, CPU).predictor.shape == shape
+
+
 def test_it_knows_its_weights() -> None:
     """What was stored without them, or is asked about others that are not known, is accepted."""
     predictor = random_predictor(small_shape())
@@ -50,6 +60,7 @@ def test_it_knows_its_weights() -> None:
         ({"format": "other"}, "not written by seqmoe"),
         ({"format_version": "2"}, "format version 2"),
         ({"shape": "{}"}, "sizes"),
+        ({"shape": '{"hidden_rank": 8}'}, "reads hidden states"),
         ({"facts": "{"}, "of no use"),
         ({"facts": "[]"}, "no object"),
     ],

@@ -35,7 +35,7 @@ from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish
 from seqmoe_kernels.pool.verify import verify_slots
-from seqmoe_kernels.predictor.embed import HiddenInput, TokenInput, sum_rows
+from seqmoe_kernels.predictor.embed import TokenInput, sum_rows
 from seqmoe_kernels.predictor.gru import GruWeights, gru_step
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
 from seqmoe_kernels.predictor.horizons import window_vectors
@@ -163,7 +163,7 @@ def call_sampling_kernels() -> None:
     sample.launch(logits, SamplingState(settings, stream, counts, seen))
 
 
-def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
+def call_predictor_kernels(dtype: torch.dtype) -> None:
     def real(*shape: int) -> torch.Tensor:
         return tensor(*shape, dtype=dtype)
 
@@ -172,9 +172,8 @@ def call_predictor_kernels(dtype: torch.dtype, with_hidden: bool) -> None:
 
     width, layers, num_flat, rank = 768, 48, 6144, 64
     used, token, ids = tensor(layers * TOP_K), tensor(1, dtype=torch.int64), real(VOCAB, rank)
-    hidden = HiddenInput(real(32), real(32), 1e-5, real(width, 32)) if with_hidden else None
     token_in, token_out = (TokenInput(ids, real(n, rank)) for n in (width, 4 * num_flat))
-    x = sum_rows.launch(real(num_flat, width), used, token, token_in, f32(32), hidden)
+    x = sum_rows.launch(real(num_flat, width), used, token, token_in)
     norm, states = Norm(real(width), 1e-5), f32(2, 2, width)
     matrices = real(3 * width, width), real(3 * width, width)
     weights = GruWeights(*matrices, real(3 * width), real(3 * width))
@@ -217,8 +216,8 @@ def main(arch: int) -> None:
     call_decode_kernels(torch.bfloat16, torch.float8_e4m3fn)
     call_decode_kernels(torch.float32, torch.bfloat16)
     call_sampling_kernels()
-    call_predictor_kernels(torch.bfloat16, False)
-    call_predictor_kernels(torch.float32, True)
+    call_predictor_kernels(torch.bfloat16)
+    call_predictor_kernels(torch.float32)
     print("\n".join(names))
 
 

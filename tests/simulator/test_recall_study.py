@@ -194,7 +194,7 @@ def test_tables() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of one trace the last sequences are held out, as `seqmoe train` does it."""
-    whole, predictor = written_trace(20, 30), random_predictor(small_shape(hidden_rank=0))
+    whole, predictor = written_trace(20, 30), random_predictor(small_shape())
     learned, held_out = divide(whole)
     files = [str(tmp_path / name) for name in ("whole", "learned", "held out", "predictor")]
     for trace, file in zip((whole, learned, held_out), files, strict=False):

@@ -11,7 +11,6 @@ import torch
 from seqmoe_kernels import (
     ExpertHeads,
     GruWeights,
-    HiddenInput,
     Norm,
     TokenInput,
     UseHistory,
@@ -25,13 +24,13 @@ from seqmoe_kernels.predictor.tiling import Tiling
 
 Draw = Callable[..., torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16]
-# width, layers, experts of a layer, used of them, rank of the token table, of hidden states
+# width, layers, experts of a layer, used of them, rank of the token table
 SHAPES = [
-    (16, 1, 4, 1, 0, 0),
-    (48, 3, 8, 2, 6, 4),
-    (192, 2, 20, 3, 16, 0),
-    (272, 5, 12, 4, 33, 9),
-    (768, 2, 16, 8, 64, 0),
+    (16, 1, 4, 1, 0),
+    (48, 3, 8, 2, 6),
+    (192, 2, 20, 3, 16),
+    (272, 5, 12, 4, 33),
+    (768, 2, 16, 8, 64),
 ]
 
 
@@ -64,7 +63,7 @@ def some_used(gen: torch.Generator, layers: int, experts: int, top_k: int) -> to
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width,layers,experts,top_k,rank,hidden_rank", SHAPES)
+@pytest.mark.parametrize("width,layers,experts,top_k,rank", SHAPES)
 def test_sum_rows(
     device: torch.device,
     gen: torch.Generator,
@@ -74,22 +73,14 @@ def test_sum_rows(
     experts: int,
     top_k: int,
     rank: int,
-    hidden_rank: int,
     dtype: torch.dtype,
 ) -> None:
     table = draw(layers * experts, width, dtype=dtype)
-    used, token, hidden = (
-        some_used(gen, layers, experts, top_k),
-        torch.tensor([7]),
-        draw(hidden_rank),
-    )
+    used, token = some_used(gen, layers, experts, top_k), torch.tensor([7])
     token_input = TokenInput(draw(9, rank, dtype=dtype), draw(width, rank, dtype=dtype))
-    norm = draw(hidden_rank, dtype=dtype), draw(hidden_rank, dtype=dtype), 1e-5
-    hidden_input = HiddenInput(*norm, draw(width, hidden_rank, dtype=dtype))
-    inputs = (token, token_input if rank else None, hidden, hidden_input if hidden_rank else None)
     nothing = torch.full_like(used, layers * experts)
     for ids in (used, nothing):
-        arguments = (table, ids, *inputs)
+        arguments = (table, ids, token, token_input if rank else None)
         expected = sum_rows_reference(*arguments)
         assert_near(sum_rows.launch(*moved(arguments, device)), expected)
         assert torch.equal(sum_rows(*arguments), expected)
@@ -152,7 +143,7 @@ def some_heads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width,layers,experts,top_k,rank,hidden_rank", SHAPES)
+@pytest.mark.parametrize("width,layers,experts,top_k,rank", SHAPES)
 def test_expected_uses(
     device: torch.device,
     gen: torch.Generator,
@@ -162,7 +153,6 @@ def test_expected_uses(
     experts: int,
     top_k: int,
     rank: int,
-    hidden_rank: int,
     dtype: torch.dtype,
 ) -> None:
     num_flat, heads = layers * experts, some_heads(draw, width, layers, experts, dtype)
