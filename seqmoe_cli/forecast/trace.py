@@ -121,7 +121,11 @@ class Trace:
         hint = "make one with: seqmoe trace MODEL --prompts FILE -o OUT"
         try:
             if not _is_zip(path):
-                raise TraceError(f"{path} is no trace", hint)
+                raise TraceError(
+                    f"{path} is no trace of seqmoe",
+                    f"{hint}; other programs' are turned into one by: python -m "
+                    "tools.simulator.convert_trace IN OUT",
+                )
             with np.load(path, allow_pickle=False) as arrays:
                 _check_head(arrays)
                 return cls(**_members(arrays))

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqmoe_cli.forecast.importers import read_route_csv
 from seqmoe_cli.forecast.trace import Trace
 from tools.demo_model import locality
+from tools.simulator.importers import read_route_csv
 from tools.simulator.locality import adjacent_overlap, working_set
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqmoe_cli.forecast.importers import read_delta_npy
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import DECODE, Trace
 from seqmoe_cli.residency.policies import DecayedFrequency, Ints
@@ -21,6 +20,7 @@ from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_kernels import begin_step
 from tests.traces import random_trace
 from tools.simulator.events import TraceEvents
+from tools.simulator.importers import read_delta_npy
 from tools.simulator.policies import S3Fifo, WindowedBelady, belady, lru
 from tools.simulator.replay import PolicyOf, replay, slots_for
 from tools.simulator.slot_table import SlotTable

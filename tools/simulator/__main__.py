@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
-import typer
-
 from seqmoe_cli.commands.options import check_choice
 from seqmoe_cli.errors import UsageError
-from seqmoe_cli.main import run
 from seqmoe_cli.settings import PoolSize
 from seqmoe_cli.terminal.console import is_terminal, make_console
 from seqmoe_cli.terminal.progress import status_line
@@ -129,11 +126,11 @@ def simulate(
 def _studies(
     traces: list[str], known: Assumptions, prompts: bool, tokens: int | None, skip: int
 ) -> list[Study]:
-    from seqmoe_cli.forecast.shipped import open_trace
+    from tools.simulator.importers import open_any_trace
     from tools.simulator.study import Part, Study
 
     parts = [
-        Part.of(name, open_trace(name), prompts=prompts, tokens=tokens, skip=skip)
+        Part.of(name, open_any_trace(name), prompts=prompts, tokens=tokens, skip=skip)
         for name in traces
     ]
     return [Study(part, known) for part in parts]
@@ -191,18 +188,9 @@ def _table(rows: Iterator[Row]) -> Table:
     return table
 
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(simulate)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the simulator with `argv` (default: the process's own) and return its exit code."""
-    return run(app, NAME, argv)
+    return options.run_command(simulate, NAME, argv)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from seqmoe_cli.commands.options import MAX_TOKENS, check_choice, find_model, flag
 from seqmoe_cli.errors import UsageError
+from seqmoe_cli.main import run
 from seqmoe_cli.settings import PoolSize, check_range
 from seqmoe_cli.terminal.table import FORMAT_NAMES
 
@@ -149,6 +151,18 @@ Seed = Annotated[int, _number("--seed", "N", 0, 2**32, "Seed of everything blurr
 Output = Annotated[
     str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
 ]
+
+
+def run_command(command: Callable[..., None], name: str, argv: list[str] | None) -> int:
+    """Run a command of the tool as seqmoe runs its own, and return the exit code."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command()(command)
+    return run(app, name, argv)
 
 
 def read_pool(word: str) -> PoolSize:

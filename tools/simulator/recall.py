@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from seqmoe_cli.commands.options import JsonOption
-from seqmoe_cli.main import run
 from seqmoe_cli.terminal.progress import status_line
 from tools.simulator import options
 
@@ -38,12 +37,12 @@ def recall(
     """Judge forecasts of coming uses by distance, depth, rarity and the misses of a pool."""
     from seqmoe_cli.forecast.corpus import divide
     from seqmoe_cli.forecast.predictions import Predictions
-    from seqmoe_cli.forecast.shipped import open_trace
+    from tools.simulator.importers import open_any_trace
     from tools.simulator.recall_study import recall as judge
     from tools.simulator.recall_table import recall_facts, recall_tables
 
-    part = open_trace(learned)
-    part, judged = (part, open_trace(held_out)) if held_out else divide(part)
+    part = open_any_trace(learned)
+    part, judged = (part, open_any_trace(held_out)) if held_out else divide(part)
     predicted = None
     if predictor is not None:
         stored = options.read_predictor(predictor)
@@ -58,18 +57,9 @@ def recall(
         print(line)
 
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(recall)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's own) and return its exit code."""
-    return run(app, NAME, argv)
+    return options.run_command(recall, NAME, argv)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,29 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import PREFILL, Trace, TraceError, expert_dtype
 
 _COLUMNS = "turn,phase,step,layer,slot,expert,weight"
 _SHAPE = re.compile(r"model=(\S+) arch=(\S+) n_layer=(\d+) n_expert=(\d+) n_expert_used=(\d+)")
 _HINT = "see the trace formats in docs/architecture.md"
-_XZ_MAGIC = b"\xfd7zXZ\x00"
+_XZ_MAGIC, _NUMPY_MAGIC = b"\xfd7zXZ\x00", b"\x93NUMPY"
+
+
+def open_any_trace(source: str | Path) -> Trace:
+    """What `open_trace` opens, or a file of one of the two formats here. The content decides, not
+    the name. Raises `TraceError` for a file that is not there or holds no trace."""
+    path = Path(source)
+    if not path.is_file():
+        return open_trace(source)
+    try:
+        with unpacked(path) as file:
+            start = file.read(len(_NUMPY_MAGIC))
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise TraceError(f"cannot read {path}: {error}", _HINT) from error
+    if start.startswith(b"PK"):
+        return open_trace(path)
+    return read_delta_npy(path) if start == _NUMPY_MAGIC else read_route_csv(path)
 
 
 def unpacked(path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -4,15 +4,15 @@ repository."""
 from __future__ import annotations
 
 import lzma
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from seqmoe_cli.forecast.importers import read_delta_npy, read_route_csv
 from seqmoe_cli.forecast.shipped import open_trace
-from seqmoe_cli.forecast.trace import TraceError
+from seqmoe_cli.forecast.trace import Trace, TraceError
+from tools.simulator.convert_trace import main
+from tools.simulator.importers import open_any_trace, read_delta_npy, read_route_csv
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the published traces are not here")
@@ -137,15 +137,36 @@ def test_the_number_of_experts_can_be_left_out(tmp_path: Path) -> None:
     assert (trace.num_experts, trace.experts.tolist(), trace.phase.tolist()) == (8, [[[3, 7]]], [1])
 
 
-def test_the_content_says_what_a_file_is(tmp_path: Path) -> None:
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    """A folder with a `table`, a `packed` one and an `array`."""
     table = write(tmp_path / "table", HEAD + ROWS)
-    expected = read_route_csv(table)
-    expected.save(tmp_path / "own")
     (tmp_path / "packed").write_bytes(lzma.compress(table.read_bytes()))
     np.save(tmp_path / "array.npy", np.array([3, 4], np.uint8).reshape(1, 2, 1, 1))
+    (tmp_path / "array.npy").rename(tmp_path / "array")
+    return tmp_path
+
+
+def test_the_content_says_what_a_file_is(others: Path) -> None:
+    expected = read_route_csv(others / "table")
+    expected.save(others / "own")
     for name in ("table", "own", "packed"):
-        assert np.array_equal(open_trace(tmp_path / name).experts, expected.experts)
-    assert open_trace(str(tmp_path / "array.npy")).experts.tolist() == [[[3, 7]]]
+        assert np.array_equal(open_any_trace(others / name).experts, expected.experts)
+    assert open_any_trace(str(others / "array")).experts.tolist() == [[[3, 7]]]
+    assert len(open_any_trace("qwen3")) == 129
+
+
+def test_conversion(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The product opens its own format alone, and says how to get there."""
+    for name in ("table", "packed", "array"):
+        with pytest.raises(TraceError, match=name) as refused:
+            open_trace(others / name)
+        assert "python -m tools.simulator.convert_trace IN OUT" in refused.value.hint
+        assert main([str(others / name), str(others / "own")]) == 0
+        assert capsys.readouterr().out == ""
+        expected = open_any_trace(others / name)
+        assert np.array_equal(Trace.load(others / "own").experts, expected.experts)
+    assert main([str(others / "none"), str(others / "own")]) == 1
 
 
 def test_what_is_no_trace(tmp_path: Path) -> None:
@@ -154,20 +175,11 @@ def test_what_is_no_trace(tmp_path: Path) -> None:
     write(tmp_path / "zip", "PK")
     for name in ("cut.xz", "text", "zip"):
         with pytest.raises(TraceError, match=name):
-            open_trace(tmp_path / name)
+            open_any_trace(tmp_path / name)
     with pytest.raises(TraceError):
-        open_trace(tmp_path)
+        open_any_trace(tmp_path)
     with pytest.raises(TraceError, match="'qwen4'"):
-        open_trace("qwen4")
-
-
-def test_shipped_trace() -> None:
-    trace = open_trace("qwen3")
-    assert (trace.num_layers, trace.num_experts, trace.top_k) == (48, 128, 6)
-    assert trace.phase.tolist() == [0] + [1] * 128
-    assert trace.weights is not None
-    note = files("seqmoe_cli").joinpath("data", "qwen3.md").read_text("utf-8")
-    assert "Apache" in note and "BigMoeOnEdge" in note
+        open_any_trace("qwen4")
 
 
 @needs_shared
