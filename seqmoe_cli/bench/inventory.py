@@ -11,8 +11,8 @@ from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError
 from seqmoe_weights.families import find_family
 from seqmoe_weights.layout import DTYPE_BYTES
+from seqmoe_weights.manifest import RESIDENT_FILE
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.resident import RESIDENT_FILE
 
 _GROUPS = (  # the first that fits the name
     ("norm", "norms"),

@@ -12,14 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from seqmoe_weights.errors import PackedModelError
-from seqmoe_weights.files import FileHashes, naming_os_errors, replacing, sync_folder, write_json
+from seqmoe_weights.files import FileHashes, naming_os_errors, sync_folder, write_file, write_json
 from seqmoe_weights.manifest import MANIFEST_FILE, Manifest, is_predictor_file, read_manifest
 
 _HINT = "train it again: seqmoe train MODEL"
@@ -41,8 +40,7 @@ def attach_predictor(folder: Path, tensors: Tensors, metadata: dict[str, str]) -
     data = to_bytes(tensors, metadata)
     name = f"predictor-{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
     with naming_os_errors("write", folder / name):
-        with replacing(folder / name) as file:
-            file.write(data)
+        write_file(folder / name, data)
         sync_folder(folder)
         files = {n: hashes for n, hashes in manifest.files.items() if not is_predictor_file(n)}
         files[name] = FileHashes.of_bytes(data)
@@ -79,12 +77,6 @@ def from_bytes(data: bytes, path: Path) -> tuple[Tensors, dict[str, str]]:
     try:
         tensors: Tensors = load(data)
         size = int.from_bytes(data[:8], "little")
-        return tensors, _metadata(data[8 : 8 + size])
+        return tensors, json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError) as error:
         raise PackedModelError(f"{path} is no predictor: {error}", _HINT) from error
-
-
-def _metadata(header: bytes) -> dict[str, str]:
-    value: dict[str, Any] = json.loads(header)
-    metadata: dict[str, str] = value.get("__metadata__") or {}
-    return metadata

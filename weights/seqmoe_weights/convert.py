@@ -24,12 +24,13 @@ from seqmoe_weights.files import (
     FileHashes,
     Meter,
     Progress,
-    first_bad_piece,
     free_disk_bytes,
+    is_intact,
     naming_os_errors,
     readable_size,
     replacing,
     sync_folder,
+    write_file,
     write_json,
 )
 from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest, is_predictor_file
@@ -66,6 +67,8 @@ class Conversion:
         with naming_os_errors("read", src):
             self.source = Source(src)
             self._fingerprint = self.source.fingerprint()
+        small = self.source.small_files
+        self._small = {name: FileHashes.of_bytes(data) for name, data in small.items()}
         self.packer = Packer(self.source, quantize)
         with naming_os_errors("read", dst):
             self.destination = Destination.inspect(dst)
@@ -83,8 +86,7 @@ class Conversion:
     @property
     def total_bytes(self) -> int:
         """Size of the packed model."""
-        small = sum(map(len, self.source.small_files.values()))
-        return self.packer.resident_bytes + self.packer.records_bytes + small
+        return self.packer.num_bytes + sum(map(len, self.source.small_files.values()))
 
     def run(self, progress: Progress | None = None) -> str:
         """Do it. Returns `converted`, `repaired` (it was there, but damaged) or `unchanged`."""
@@ -103,14 +105,13 @@ class Conversion:
             journal.write(self.destination.path)
         kept = {JOURNAL_FILE, *journal.finished}
         self.destination.remove([f for f in self.destination.own_files if f.name not in kept])
-        meter = Meter(self.packer.resident_bytes + self.packer.records_bytes, progress)
+        meter = Meter(self.packer.num_bytes, progress)
         self._write_files(journal, meter)
         return "converted"
 
     def _run_again(self, manifest: Manifest, progress: Progress | None) -> str:
         """Over a whole packed model: make sure that it is of this source, and intact."""
-        packed_bytes = self.packer.resident_bytes + self.packer.records_bytes
-        meter = Meter(self.packer.source_bytes + packed_bytes, progress)
+        meter = Meter(self.packer.source_bytes + self.packer.num_bytes, progress)
         for name in self.packer.file_names:
             if self.packer.hash_source(name, meter) != manifest.source.get(name):
                 raise self._refusal("holds a model that was converted from other weights")
@@ -124,7 +125,7 @@ class Conversion:
         for name in self.packer.file_names:
             known = journal.finished.get(name)
             if known is not None:
-                if _is_intact(path / name, known, meter):
+                if is_intact(path / name, known, meter):
                     continue
                 meter.total_bytes += known.num_bytes
             with replacing(path / name) as file:
@@ -133,9 +134,8 @@ class Conversion:
             journal.write(path)
             num_written += 1
         for name, data in self.source.small_files.items():
-            if not _is_intact(path / name, FileHashes.of_bytes(data), Meter(0, None)):
-                with replacing(path / name) as file:
-                    file.write(data)
+            if not is_intact(path / name, self._small[name]):
+                write_file(path / name, data)
                 num_written += 1
         if self.source.fingerprint() != self._fingerprint:
             raise CheckpointError(
@@ -155,9 +155,8 @@ class Conversion:
         found.remove([file for file in found.own_files if file.name not in kept])
 
     def _manifest(self, journal: Journal) -> Manifest:
-        small = {n: FileHashes.of_bytes(data) for n, data in self.source.small_files.items()}
         digests = [f"{name} {digest}\n" for name, digest in journal.sources.items()]
-        digests += [f"{name} {hashes.pieces[0]}\n" for name, hashes in small.items()]
+        digests += [f"{name} {hashes.pieces[0]}\n" for name, hashes in self._small.items()]
         return Manifest(
             family=self.source.config.family,
             quantize=self.quantize,
@@ -165,7 +164,7 @@ class Conversion:
             num_layers=self.source.config.num_hidden_layers,
             num_experts=self.source.config.num_experts,
             layouts=self.packer.layouts,
-            files={**journal.finished, **small, **self._predictor()},
+            files={**journal.finished, **self._small, **self._predictor()},
             source=journal.sources,
             source_sha256=hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(),
         )
@@ -202,14 +201,13 @@ class Conversion:
         """Refuse quickly, without reading weights, what is another model for certain."""
         if manifest.quantize != self.quantize:
             raise self._refusal(f"was converted with --quantize {manifest.quantize}")
-        small = {n: FileHashes.of_bytes(data) for n, data in self.source.small_files.items()}
         copied = {
             n: h
             for n, h in manifest.files.items()
             if n not in self.packer.file_names and not is_predictor_file(n)
         }
-        if copied != small or not manifest.files.keys() >= set(self.packer.file_names):
-            names = (n for n in {*copied, *small} if copied.get(n) != small.get(n))
+        if copied != self._small or not manifest.files.keys() >= set(self.packer.file_names):
+            names = (n for n in {*copied, *self._small} if copied.get(n) != self._small.get(n))
             differing = min(names, default="its list of files")
             raise self._refusal(f"holds another model ({differing} differs)")
 
@@ -228,13 +226,6 @@ class Conversion:
                 f"{readable_size(self.free_bytes)} free",
                 "free some space, or give a DST on another disk",
             )
-
-
-def _is_intact(path: Path, hashes: FileHashes, meter: Meter) -> bool:
-    try:
-        return first_bad_piece(path, hashes, meter) is None
-    except OSError:
-        return False
 
 
 @contextmanager

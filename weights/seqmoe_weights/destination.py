@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from seqmoe_weights.manifest import (
     FORMAT,
     JOURNAL_FILE,
     MANIFEST_FILE,
+    RESIDENT_FILE,
     Manifest,
     is_experts_file,
     is_predictor_file,
     read_manifest,
 )
-from seqmoe_weights.resident import RESIDENT_FILE
 
 _OWN_NAMES = {MANIFEST_FILE, JOURNAL_FILE, RESIDENT_FILE, *COPIED_FILES}
 
@@ -146,5 +145,5 @@ def _names_in(raw: dict[str, Any] | None) -> set[str]:
 
 def _is_own(name: str, listed: set[str]) -> bool:
     plain = name.removesuffix(PART_SUFFIX)
-    is_numbered = re.fullmatch(r"experts-\d{5}\.bin", plain) is not None
-    return plain in listed | _OWN_NAMES or is_numbered or is_predictor_file(plain)
+    is_listed = plain in listed | _OWN_NAMES
+    return is_listed or is_experts_file(plain) or is_predictor_file(plain)

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from seqmoe_weights.errors import ResourceError, SeqmoeError
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
+Data = bytes | memoryview
 
 PART_SUFFIX = ".part"  # of a file that is being written
 _CHUNK_BYTES = 8 * 2**20
@@ -67,25 +68,42 @@ class Meter:
 
 def first_bad_piece(path: Path, hashes: FileHashes, meter: Meter) -> int | None:
     """Index of the first piece of `path` that is missing or not what it was; None when intact."""
-    buffer = bytearray(min(_CHUNK_BYTES, hashes.piece_bytes))
-    with path.open("rb", buffering=0) as file:
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, hashes.piece_bytes)))
+    with path.open("rb") as file:
         for index, expected in enumerate(hashes.pieces):
-            if hash_stream(file, hashes.piece_bytes, buffer, meter) != expected:
+            digest = hashlib.sha256()
+            for start in range(0, hashes.piece_bytes, _CHUNK_BYTES):
+                count = file.readinto(buffer[: hashes.piece_bytes - start])
+                digest.update(buffer[:count])
+                meter.add(count)
+            if digest.hexdigest() != expected:
                 return index
         return len(hashes.pieces) - 1 if file.read(1) else None
 
 
-def hash_stream(file: Any, num_bytes: int, buffer: bytearray, meter: Meter) -> str:
-    """SHA-256 of the next `num_bytes` of an unbuffered file, or of what is left of it."""
-    digest, left = hashlib.sha256(), num_bytes
-    while left:
-        count = file.readinto(memoryview(buffer)[: min(left, len(buffer))])
-        if not count:
-            break
-        digest.update(memoryview(buffer)[:count])
-        left -= count
-        meter.add(count)
-    return digest.hexdigest()
+def is_intact(path: Path, hashes: FileHashes, meter: Meter | None = None) -> bool:
+    """Whether the file is there, can be read and is what was written."""
+    try:
+        return first_bad_piece(path, hashes, meter or Meter(0, None)) is None
+    except OSError:
+        return False
+
+
+def write_pieces(file: BinaryIO, pieces: Iterable[Iterable[Data]], meter: Meter) -> FileHashes:
+    """Write pieces of equal size, each in parts as they come; returns their hashes."""
+    hashes: list[str] = []
+    start = file.tell()
+    for piece in pieces:
+        digest = hashlib.sha256()
+        for data in piece:
+            part = memoryview(data)
+            for first in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[first : first + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+                meter.add(len(chunk))
+        hashes.append(digest.hexdigest())
+    return FileHashes(file.tell() - start, tuple(hashes))
 
 
 @contextmanager
@@ -103,10 +121,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         part.replace(path)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file with all of its content at once; see `replacing`."""
+    with replacing(path) as file:
+        file.write(data)
+
+
 def write_json(path: Path, value: object) -> None:
     """The same value gives the same bytes."""
-    with replacing(path) as file:
-        file.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+    write_file(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def sync_folder(path: Path) -> None:

@@ -14,17 +14,23 @@ DTYPE_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Part:
-    """One tensor inside a record. `dtype` is a safetensors dtype name, `offset` in bytes."""
+class StoredTensor:
+    """A tensor in a file or record. `dtype` is a safetensors dtype name."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Part(StoredTensor):
+    """One tensor inside a record, `offset` in bytes."""
+
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,7 @@ class RecordLayout:
     format: str
 
     def __getitem__(self, name: str) -> Part:
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(name)
-
-    def __contains__(self, name: str) -> bool:
-        return any(part.name == name for part in self.parts)
+        return {part.name: part for part in self.parts}[name]
 
     @classmethod
     def for_experts(cls, hidden: int, inter: int, format_name: str) -> RecordLayout:

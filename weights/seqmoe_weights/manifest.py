@@ -16,6 +16,7 @@ from seqmoe_weights.layout import Part, RecordLayout
 
 MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = ".convert.json"
+RESIDENT_FILE = "resident.safetensors"
 FORMAT, FORMAT_VERSION = "seqmoe", 1
 REQUIRED_FILES = ("config.json", "tokenizer.json")
 COPIED_FILES = (
@@ -35,7 +36,7 @@ def experts_file(layer: int) -> str:
 
 def is_experts_file(name: str) -> bool:
     """Whether `experts_file` gives names like this one."""
-    return name.startswith("experts-")
+    return re.fullmatch(r"experts-\d{5}\.bin", name) is not None
 
 
 def is_predictor_file(name: str) -> bool:

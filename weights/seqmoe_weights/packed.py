@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from seqmoe_weights.attachment import predictor_file, read_predictor
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
 from seqmoe_weights.families import find_family, read_config
-from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece
+from seqmoe_weights.files import FileHashes, Meter, Progress, first_bad_piece, is_intact
 from seqmoe_weights.layout import RecordLayout
 from seqmoe_weights.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
+    RESIDENT_FILE,
     Manifest,
     experts_file,
     is_experts_file,
@@ -25,7 +27,6 @@ from seqmoe_weights.manifest import (
     read_manifest,
     seal,
 )
-from seqmoe_weights.resident import RESIDENT_FILE, open_resident
 
 _REPAIR = "run the same seqmoe convert SRC DST again: it repairs damaged files"
 
@@ -55,11 +56,10 @@ class PackedModel:
         needed = {n: h for n, h in manifest.files.items() if not is_predictor_file(n)}
         for name, hashes in needed.items():
             _check_presence(path / name, hashes)
-        for name in needed:
-            if name == RESIDENT_FILE or is_experts_file(name):
-                continue
-            if first_bad_piece(path / name, manifest.files[name], Meter(0, None)) is not None:
-                raise PackedModelError(f"{name} in {path} is damaged (wrong SHA-256)", _REPAIR)
+        for name, hashes in needed.items():
+            is_large = name == RESIDENT_FILE or is_experts_file(name)
+            if not is_large and not is_intact(path / name, hashes):
+                raise _damaged(path / name)
         config = _read_config(path, manifest)
         return cls(path, config, manifest.layouts, raw, manifest.files)
 
@@ -116,9 +116,7 @@ class PackedModel:
         damaged.
         """
         tensors: dict[str, torch.Tensor] = {}
-        meter = Meter(self.resident_bytes, progress)
-        hashes = self.files[RESIDENT_FILE]
-        with open_resident(self.path / RESIDENT_FILE, hashes, meter) as file:
+        with self._open_resident(progress) as file:
             for name in file.keys():  # noqa: SIM118
                 data = file.get_tensor(name)
                 keeps_dtype = data.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv")
@@ -130,9 +128,7 @@ class PackedModel:
         `PackedModelError` when the file is damaged."""
         specs = find_family(self.config.family).resident_tensors(self.config)
         name = next(spec.name for spec in specs if spec.role == "embedding")
-        meter = Meter(self.resident_bytes, None)
-        path, hashes = self.path / RESIDENT_FILE, self.files[RESIDENT_FILE]
-        with open_resident(path, hashes, meter) as file:
+        with self._open_resident() as file:
             embedding: torch.Tensor = file.get_tensor(name)
             return embedding
 
@@ -146,24 +142,33 @@ class PackedModel:
         meter = Meter(sum(hashes.num_bytes for hashes in self.files.values()), progress)
         layers = {experts_file(i): i for i in range(self.config.num_hidden_layers)}
         for name, hashes in sorted(self.files.items()):
+            file = self.path / name
             try:
-                bad = first_bad_piece(self.path / name, hashes, meter)
+                bad = first_bad_piece(file, hashes, meter)
             except OSError as error:
                 raise PackedModelError(f"{name} cannot be read: {error.strerror}") from error
-            if bad is not None and is_predictor_file(name):
+            if bad is None:
+                continue
+            if is_predictor_file(name):
                 self.load_predictor()  # raises
-            if bad is not None and name in layers:
-                raise damaged_record(self.path / name, layers[name], bad)
-            if bad is not None:
-                raise PackedModelError(f"{name} in {self.path} is damaged (wrong SHA-256)", _REPAIR)
+            raise damaged_record(file, layers[name], bad) if name in layers else _damaged(file)
+
+    def _open_resident(self, progress: Progress | None = None) -> Any:
+        """The file as `safetensors.safe_open` gives it, after all of it was read and hashed."""
+        path, hashes = self.path / RESIDENT_FILE, self.files[RESIDENT_FILE]
+        if not is_intact(path, hashes, Meter(self.resident_bytes, progress)):
+            raise _damaged(path)
+        return safe_open(path, framework="pt")
+
+
+def _damaged(file: Path, what: str = "") -> PackedModelError:
+    message = f"{file.name} in {file.parent} is damaged{what} (wrong SHA-256)"
+    return PackedModelError(message, _REPAIR)
 
 
 def damaged_record(file: Path, layer: int, expert: int) -> PackedModelError:
     """The error for a record whose bytes are not those that were written."""
-    return PackedModelError(
-        f"{file.name} in {file.parent} is damaged: layer {layer}, expert {expert} (wrong SHA-256)",
-        _REPAIR,
-    )
+    return _damaged(file, f": layer {layer}, expert {expert}")
 
 
 def _check_presence(file: Path, hashes: FileHashes) -> None:

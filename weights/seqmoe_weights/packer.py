@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator
-from typing import BinaryIO
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO
 
 import torch
 
 from seqmoe_kernels.formats import TORCH_DTYPES
 from seqmoe_weights.errors import CheckpointError
-from seqmoe_weights.files import FileHashes, Meter
-from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout
-from seqmoe_weights.manifest import experts_file
+from seqmoe_weights.files import Data, FileHashes, Meter, write_pieces
+from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout, StoredTensor
+from seqmoe_weights.manifest import RESIDENT_FILE, experts_file
 from seqmoe_weights.records import bytes_of, pack_record
-from seqmoe_weights.resident import (
-    RESIDENT_FILE,
-    ResidentTensor,
-    header_bytes,
-    in_file_order,
-    write_resident,
-)
 from seqmoe_weights.source import Source, SourceTensor, TensorDigest
 
+_HEADER_ALIGNMENT = 64
 QUANTIZE = {"fp8": "F8_E4M3"}  # what formats are called on the command line
 
 
@@ -36,7 +30,6 @@ class Packer:
         is missing or contradicts the config, or when experts that are FP8 shall be quantised."""
         self._source, self._config = source, source.config
         self._resident = dict(self._plan_resident())
-        self._resident_order = in_file_order(list(self._resident))
         formats = [self._expert_dtype(layer) for layer in range(self._config.num_hidden_layers)]
         if quantize != "keep" and "F8_E4M3" in formats:
             raise CheckpointError(
@@ -48,9 +41,9 @@ class Packer:
         self.layouts = RecordLayout.for_layers(
             self._config.hidden_size, self._config.moe_intermediate_size, formats
         )
-        self._refuse_leftovers()
         self._layers = {experts_file(i): i for i in range(self._config.num_hidden_layers)}
         self.file_names = [RESIDENT_FILE, *self._layers]
+        self._refuse_leftovers()
 
     @property
     def dense_format(self) -> str:
@@ -62,61 +55,68 @@ class Packer:
 
     @property
     def resident_bytes(self) -> int:
-        header = len(header_bytes(self._resident_order))
-        return header + sum(tensor.num_bytes for tensor in self._resident)
+        return len(_header(self._resident)) + sum(tensor.num_bytes for tensor in self._resident)
 
     @property
     def records_bytes(self) -> int:
         return self._config.num_routed_experts * self.layouts[0].record_bytes
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the files it writes."""
+        return self.resident_bytes + self.records_bytes
+
+    @property
     def source_bytes(self) -> int:
         """Bytes of the source tensors that the packed model is made from."""
-        tensors = list(self._resident.values())
-        tensors += [tensor for layer in self._layers.values() for tensor in self._reads(layer)]
-        return sum(map(_num_bytes, tensors))
+        return sum(t.num_bytes for name in self.file_names for t in self._reads(name))
 
     def write(self, name: str, file: BinaryIO, meter: Meter) -> tuple[FileHashes, str]:
         """Write the content of the packed file `name`; its hashes, and that of what was read."""
         digest = TensorDigest()
+        pieces: Iterable[Iterable[Data]]
         if name == RESIDENT_FILE:
-            data = (self._read_resident(tensor, digest) for tensor in self._resident_order)
-            return write_resident(file, self._resident_order, data, meter), digest.hexdigest()
-        layer, pieces = self._layers[name], []
-        layout = self.layouts[layer]
-        record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
-        data_of_record = bytes_of(record)
+            pieces = [self._resident_data(digest)]
+        else:
+            pieces = self._records(self._layers[name], digest)
+        return write_pieces(file, pieces, meter), digest.hexdigest()
+
+    def hash_source(self, name: str, meter: Meter) -> str:
+        """Hash of the source tensors that `write` would read for the packed file `name`."""
+        digest = TensorDigest()
+        for tensor in self._reads(name):
+            self._source.read(tensor, digest)
+            meter.add(tensor.num_bytes)
+        return digest.hexdigest()
+
+    def _plan_resident(self) -> list[tuple[StoredTensor, SourceTensor]]:
+        """The resident tensors and what each is made of. Wide dtypes come first in the file, so
+        that every tensor is aligned; then it goes by name."""
+        planned: list[tuple[StoredTensor, SourceTensor]] = []
+        for spec in self._source.family.resident_tensors(self._config):
+            weight, scale = self._source.resolve(spec)
+            planned.append((weight, weight))
+            if scale is not None:
+                planned.append((replace(scale, dtype="F32"), scale))
+        return sorted(planned, key=lambda item: (-DTYPE_BYTES[item[0].dtype], item[0].name))
+
+    def _resident_data(self, digest: TensorDigest) -> Iterator[Data]:
+        yield _header(self._resident)
+        for tensor, source in self._resident.items():
+            data = self._source.read(source, digest).to(TORCH_DTYPES[tensor.dtype])
+            yield bytes_of(data.contiguous())
+
+    def _records(self, layer: int, digest: TensorDigest) -> Iterator[list[Data]]:
+        """The records of a layer, each in the same memory."""
+        record = torch.zeros(self.layouts[layer].record_bytes, dtype=torch.uint8)
         for expert in range(self._config.num_experts):
             parts = {
                 part: self._source.read(tensor, digest)
                 for part, tensor in self._expert(layer, expert).items()
             }
-            pack_record(record, layout, parts, layer * self._config.num_experts + expert)
-            pieces.append(hashlib.sha256(data_of_record).hexdigest())
-            file.write(data_of_record)
-            meter.add(len(data_of_record))
-        num_bytes = len(pieces) * layout.record_bytes
-        return FileHashes(num_bytes, tuple(pieces)), digest.hexdigest()
-
-    def hash_source(self, name: str, meter: Meter) -> str:
-        """Hash of the source tensors that `write` would read for the packed file `name`."""
-        digest = TensorDigest()
-        is_resident = name == RESIDENT_FILE
-        for tensor in self._resident.values() if is_resident else self._reads(self._layers[name]):
-            self._source.read(tensor, digest)
-            meter.add(_num_bytes(tensor))
-        return digest.hexdigest()
-
-    def _plan_resident(self) -> Iterator[tuple[ResidentTensor, SourceTensor]]:
-        for spec in self._source.family.resident_tensors(self._config):
-            weight, scale = self._source.resolve(spec)
-            yield ResidentTensor(weight.name, weight.dtype, weight.shape), weight
-            if scale is not None:
-                yield ResidentTensor(scale.name, "F32", scale.shape), scale
-
-    def _read_resident(self, tensor: ResidentTensor, digest: TensorDigest) -> torch.Tensor:
-        data = self._source.read(self._resident[tensor], digest)
-        return data.to(TORCH_DTYPES[tensor.dtype]).contiguous()
+            flat_id = layer * self._config.num_experts + expert
+            pack_record(record, self.layouts[layer], parts, flat_id)
+            yield [bytes_of(record)]
 
     def _expert(self, layer: int, expert: int) -> dict[str, SourceTensor]:
         found: dict[str, SourceTensor] = {}
@@ -127,15 +127,17 @@ class Packer:
                 found[f"{part}_scale"] = scale
         return found
 
-    def _reads(self, layer: int) -> Iterator[SourceTensor]:
+    def _reads(self, name: str) -> Iterator[SourceTensor]:
+        """The source tensors that the packed file `name` is made from."""
+        if name == RESIDENT_FILE:
+            yield from self._resident.values()
+            return
         for expert in range(self._config.num_experts):
-            yield from self._expert(layer, expert).values()
+            yield from self._expert(self._layers[name], expert).values()
 
     def _refuse_leftovers(self) -> None:
         """A tensor that is left out in silence would make another model."""
-        used = {tensor.name for tensor in self._resident.values()}
-        for layer in range(self._config.num_hidden_layers):
-            used |= {tensor.name for tensor in self._reads(layer)}
+        used = {tensor.name for name in self.file_names for tensor in self._reads(name)}
         if self._config.tie_word_embeddings:
             used.add("lm_head.weight")  # a copy of the embedding
         for name in sorted(self._source.tensors.keys() - used):
@@ -160,5 +162,19 @@ class Packer:
         return first.dtype
 
 
-def _num_bytes(tensor: SourceTensor) -> int:
-    return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+def _header(tensors: Iterable[StoredTensor]) -> bytes:
+    """The start of a safetensors file that holds `tensors`, which are in file order.
+
+    Written by hand, because the safetensors library wants all tensors in memory at once, and pads
+    its header to 8 bytes: the files that are there already have other hashes.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        place = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
+        header[tensor.name] = place
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

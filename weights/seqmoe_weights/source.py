@@ -17,6 +17,7 @@ from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, either
 from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
+from seqmoe_weights.layout import StoredTensor
 from seqmoe_weights.manifest import COPIED_FILES, REQUIRED_FILES
 from seqmoe_weights.records import bytes_of
 
@@ -34,13 +35,10 @@ _CHECK_CODES = 2**20  # at a time, so that the check takes little memory
 
 
 @dataclass(frozen=True)
-class SourceTensor:
-    """Where a tensor lies; `dtype` is the safetensors name."""
+class SourceTensor(StoredTensor):
+    """A tensor of the checkpoint and the name of its file."""
 
-    name: str
     file: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class TensorDigest:
@@ -139,7 +137,7 @@ class Source:
             self._files[file] = handle
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
             return {
-                name: SourceTensor(name, file, piece.get_dtype(), tuple(piece.get_shape()))
+                name: SourceTensor(name, piece.get_dtype(), tuple(piece.get_shape()), file)
                 for name, piece in slices.items()
             }
         except (SafetensorError, OSError) as error:

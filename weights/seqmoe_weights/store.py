@@ -130,19 +130,14 @@ def _read_record(packed: PackedModel, layer: int, expert: int, records: torch.Te
     path, hashes = packed.records_file(layer)
     view = bytes_of(records[layer * packed.config.num_experts + expert])
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             file.seek(expert * len(view))
-            filled = 0
-            while filled < len(view):
-                count = file.readinto(view[filled:])
-                if not count:
-                    raise damaged_record(path, layer, expert)
-                filled += count
+            count = file.readinto(view)
     except OSError as error:
         raise PackedModelError(
             f"{path.name} in {path.parent} cannot be read: {error.strerror}", "check the disk"
         ) from error
-    if hashlib.sha256(view).hexdigest() != hashes.pieces[expert]:
+    if count < len(view) or hashlib.sha256(view).hexdigest() != hashes.pieces[expert]:
         raise damaged_record(path, layer, expert)
 
 
