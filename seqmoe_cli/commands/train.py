@@ -164,26 +164,18 @@ def _own_text(packed: PackedModel | None, settings: EngineOptions, tokens: int, 
 def _new_predictor(
     packed: PackedModel | None, trace: Trace, width: int, place: torch.device
 ) -> Predictor:
-    from seqmoe_cli.forecast.corpus import check_shape
+    from seqmoe_cli.forecast.corpus import check_fits
     from seqmoe_cli.forecast.predictor import Predictor, PredictorShape
 
     vocab_size = 0 if trace.token_ids is None else int(trace.token_ids.max()) + 1
     if packed is not None:
         config = packed.config
-        check_shape(
-            trace, config.num_hidden_layers, config.num_experts, config.num_experts_per_tok,
-            f"{packed.name} has",
-        )  # fmt: skip
+        sizes = (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok)
+        check_fits(trace, sizes, config.vocab_size, f"{packed.name} has")
         if trace.weights_sha256 not in (None, packed.weights_sha256):
             raise SeqmoeError(
                 f"the trace is of the weights of {trace.model}, which are not those of "
                 f"{packed.name}",
-                "give a trace of the same model",
-            )
-        if vocab_size > config.vocab_size:
-            raise SeqmoeError(
-                f"the trace has the token id {vocab_size - 1}, {packed.name} only "
-                f"{config.vocab_size:,} tokens",
                 "give a trace of the same model",
             )
         vocab_size = config.vocab_size if vocab_size else 0

@@ -41,10 +41,9 @@ class Corpus:
         offsets = torch.arange(trace.num_layers, device=device) * trace.num_experts
         experts = torch.from_numpy(trace.experts.astype(np.int16)).to(device)
         self._offsets, self._experts = offsets[:, None], experts
-        starts = np.flatnonzero(np.diff(trace.sequence, prepend=-1))
-        lengths = np.diff(np.append(starts, len(trace)))
-        self.starts, self.ends = starts, starts + lengths
-        self.first = torch.from_numpy(np.repeat(starts, lengths)).to(device)
+        lengths = np.diff(trace.starts, append=len(trace))
+        self.starts, self.ends = trace.starts, trace.starts + lengths
+        self.first = torch.from_numpy(np.repeat(self.starts, lengths)).to(device)
         self.end = torch.from_numpy(np.repeat(self.ends, lengths)).to(device)
         self.decode = torch.from_numpy(trace.phase == DECODE).to(device)
         self.token: Tensor | None = None
@@ -154,32 +153,32 @@ def joined(traces: Sequence[Trace]) -> Trace:
     if len(known) > 1:
         raise SeqmoeError("the traces are of different models", "give those of one model")
     token_ids = [trace.token_ids for trace in traces if trace.token_ids is not None]
-    sequence, begun = [], 0
-    for trace in traces:
-        numbers = np.unique(trace.sequence, return_inverse=True)[1]
-        sequence.append(numbers + begun)
-        begun += trace.num_sequences
+    starts = np.concatenate([np.isin(np.arange(len(trace)), trace.starts) for trace in traces])
     return Trace(
         traces[0].model,
         traces[0].family,
         traces[0].num_experts,
         np.concatenate([trace.experts for trace in traces]),
-        np.concatenate(sequence).astype(np.uint32),
+        (np.cumsum(starts) - 1).astype(np.uint32),
         np.concatenate([trace.phase for trace in traces]),
         np.concatenate(token_ids) if len(token_ids) == len(traces) else None,
         weights_sha256=next(iter(known), None),
     )
 
 
-def check_shape(trace: Trace, num_layers: int, num_experts: int, top_k: int, whose: str) -> None:
-    """Raise `SeqmoeError` for a trace of another shape."""
+def check_fits(trace: Trace, shape: tuple[int, int, int], vocab_size: int, whose: str) -> None:
+    """Raise `SeqmoeError` for a trace of another shape (layers, experts of a layer, used of them),
+    or with token ids of `vocab_size` or more, if that is not 0."""
     found = (trace.num_layers, trace.num_experts, trace.top_k)
-    if found != (num_layers, num_experts, top_k):
-        raise SeqmoeError(
-            f"the trace of {trace.model} has {found[0]} layers of {found[1]} experts, "
-            f"{found[2]} used; {whose} {num_layers} of {num_experts}, {top_k} used",
-            "give a trace of the same model",
-        )
+    largest = 0 if trace.token_ids is None else int(trace.token_ids.max(initial=0))
+    if found != shape:
+        layers = "{} layers of {} experts, {} used"
+        problem = f"{layers.format(*found)}; {whose} {layers.format(*shape)}"
+    elif 0 < vocab_size <= largest:
+        problem = f"the token id {largest}; {whose} {vocab_size:,} tokens"
+    else:
+        return
+    raise SeqmoeError(f"the trace of {trace.model} has {problem}", "give a trace of the same model")
 
 
 def _mean(hot: Tensor, length: int, first: int, last: int) -> Tensor:

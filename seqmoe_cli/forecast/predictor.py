@@ -20,7 +20,6 @@ FORMAT, FORMAT_VERSION = "seqmoe-predictor", 1
 HALF_LIVES = (2.0, 16.0, 128.0)  # steps, of the counts that the predictor keeps
 LEAST_RATE = 0.01  # uses per step, added before a logarithm is taken
 MAX_BYTES = 64 * 10**6
-BYTES_PER_WEIGHT = 2  # they are stored in bfloat16
 NUM_BLOCKS = 2
 
 
@@ -45,24 +44,16 @@ class PredictorShape:
         return self.num_layers * self.top_k
 
     @property
-    def num_weights(self) -> int:
-        with torch.device("meta"):
-            return sum(weight.numel() for weight in Predictor(self).parameters())
-
-    @property
     def num_bytes(self) -> int:
-        """Size of the stored weights."""
-        return BYTES_PER_WEIGHT * self.num_weights
+        """Size of the weights, stored in bfloat16."""
+        with torch.device("meta"):
+            return 2 * sum(weight.numel() for weight in Predictor(self).parameters())
 
     @classmethod
     def fitting(cls, **sizes: int) -> PredictorShape:
         """The sizes given, with the largest rank of the token table, 128 at most, that keeps the
         whole below `MAX_BYTES`. Raises `SeqmoeError` when even a rank of 16 is too large."""
-        if not sizes.get("vocab_size"):
-            ranks: tuple[int, ...] = (0,)
-        else:
-            ranks = (128, 112, 96, 80, 64, 48, 32, 16)
-        for rank in ranks:
+        for rank in range(128, 0, -16) if sizes.get("vocab_size") else [0]:
             shape = cls(**sizes, token_rank=rank)
             if shape.num_bytes <= MAX_BYTES:
                 return shape
@@ -164,10 +155,11 @@ class Predictor(nn.Module):
             recurrent.append(h[0].float())
         z = self.norms[-1](x)
         logs, counts = self._logs(inputs.used, state.counts)
-        logits = self.experts(self.dropout(self._windows(z))).float() + self.base
+        windows = z.unsqueeze(-2) + by_window(F.silu(self.heads(z)))
+        logits = self.experts(self.dropout(windows)).float() + self.base
         logits = logits + self._from_counts(logs)
         if self.shape.vocab_size:
-            logits = logits + self._from_token(self.token(inputs.token)).float()
+            logits = logits + by_window(self.token_out(self.token(inputs.token))).float()
         return logits, State(torch.stack(recurrent), counts)
 
     def _input(self, inputs: Inputs) -> Tensor:
@@ -179,10 +171,6 @@ class Predictor(nn.Module):
             assert inputs.token is not None
             x = x + self.token_in(self.token(inputs.token))
         return x
-
-    def _windows(self, z: Tensor) -> Tensor:
-        """[..., D] -> [..., W, D]"""
-        return z.unsqueeze(-2) + by_window(F.silu(self.heads(z)))
 
     @torch.no_grad()
     def _logs(self, used: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,15 +184,8 @@ class Predictor(nn.Module):
             index = used[:, step, None].expand_as(ones)
             padded = (padded * self.decay[:, None]).scatter_add(2, index, ones)
             seen[:, step] = padded[..., :-1]
-        return self.log_rates(seen), padded[..., :-1].contiguous()
-
-    def log_rates(self, counts: Tensor) -> Tensor:
-        """Of decayed counts [..., J, N]."""
-        return torch.log2(counts * (1 - self.decay)[:, None] + LEAST_RATE)
-
-    def _from_token(self, vector: Tensor) -> Tensor:
-        """[..., rank] -> [..., W, N]"""
-        return by_window(self.token_out(vector))
+        logs = torch.log2(seen * (1 - self.decay)[:, None] + LEAST_RATE)
+        return logs, padded[..., :-1].contiguous()
 
     def _from_counts(self, logs: Tensor) -> Tensor:
         """[B, T, J, N] -> [B, T, W, N]"""

@@ -75,8 +75,13 @@ class Trace:
         return int(self.experts.shape[2])
 
     @property
+    def starts(self) -> NDArray[np.intp]:
+        """The first token of each sequence."""
+        return np.flatnonzero(np.diff(self.sequence, prepend=-1))
+
+    @property
     def num_sequences(self) -> int:
-        return int((np.diff(self.sequence) != 0).sum()) + (len(self) > 0)
+        return len(self.starts)
 
     def select(self, tokens: NDArray[np.bool_]) -> Trace:
         """The trace of some tokens; bool [T]."""
@@ -91,8 +96,7 @@ class Trace:
         """The same tokens, decoded being these alone: for each sequence pairs of the first place in
         it and the last + 1."""
         phase = np.full(len(self), PREFILL, np.uint8)
-        starts = np.flatnonzero(np.diff(self.sequence, prepend=-1))
-        for start, spans in zip(starts, answers, strict=True):
+        for start, spans in zip(self.starts, answers, strict=True):
             for first, end in spans:
                 phase[start + first : start + end] = DECODE
         return replace(self, phase=phase)

@@ -79,7 +79,7 @@ class Training:
             self._load(checkpoint)
 
     def run(self, tell: Callable[[Progress], None] | None = None) -> Predictor:
-        """Train to the end; the predictor then is the best that there was. `tell` hears of every
+        """Train to the end; the predictor then is the best that there was. `tell` is told of every
         batch."""
         plan, state = self.plan, self._state
         per_batch = max(plan.batch_tokens // plan.length, 1)
@@ -122,13 +122,13 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         batch = self._learned.batch(starts, plan.length, plan.warm)
-        loss = window_losses(self.predictor, batch) @ batch.target.new_tensor(_WINDOW_WEIGHTS)
+        loss = _loss(self.predictor, batch)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.predictor.parameters(), 1.0)
         self._optimizer.step()
-        mean = loss.item() / sum(_WINDOW_WEIGHTS)
-        state["loss"] = mean if math.isnan(state["loss"]) else 0.95 * state["loss"] + 0.05 * mean
+        now = loss.item() / sum(_WINDOW_WEIGHTS)
+        state["loss"] = now if math.isnan(state["loss"]) else 0.95 * state["loss"] + 0.05 * now
         state["tokens"] += int(batch.counted[..., 0].sum())
 
     def _look(self, share: float) -> None:
@@ -159,7 +159,7 @@ class Training:
         for starts in torch.split(torch.tensor(rows), max(plan.batch_tokens // plan.length, 1)):
             batch = corpus.batch(starts, plan.length, plan.warm)
             share = float(batch.counted.sum())
-            loss = window_losses(self.predictor, batch) @ batch.target.new_tensor(_WINDOW_WEIGHTS)
+            loss = _loss(self.predictor, batch)
             total += torch.stack((loss * share, loss.new_tensor(share)))
         return float(total[0] / total[1].clamp(min=1)) / sum(_WINDOW_WEIGHTS)
 
@@ -196,12 +196,14 @@ class Training:
             raise SeqmoeError(f"{path} is no checkpoint of a training: {error}", hint) from error
 
 
-def window_losses(predictor: Predictor, batch: Batch) -> Tensor:
-    """Cross entropy [W] per expert, over the steps of a batch that count."""
+def _loss(predictor: Predictor, batch: Batch) -> Tensor:
+    """Cross entropy per expert, over the steps of a batch that count, summed over the windows by
+    their weights."""
     start = predictor.start(len(batch.counts))
     bfloat16 = batch.target.device.type == "cuda"
     with torch.autocast(batch.target.device.type, torch.bfloat16, bfloat16):
         logits, _ = predictor(batch.inputs, State(start.recurrent, batch.counts))
     loss = F.binary_cross_entropy_with_logits(logits, batch.target, reduction="none").mean(-1)
     counted = batch.counted.to(loss.dtype)
-    return (loss * counted).sum((0, 1)) / counted.sum((0, 1)).clamp(min=1)
+    by_window = (loss * counted).sum((0, 1)) / counted.sum((0, 1)).clamp(min=1)
+    return by_window @ by_window.new_tensor(_WINDOW_WEIGHTS)

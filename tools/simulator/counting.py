@@ -39,7 +39,7 @@ class Sequences:
 
     @classmethod
     def of(cls, trace: Trace) -> Sequences:
-        starts = np.flatnonzero(np.diff(trace.sequence, prepend=-1))
+        starts = trace.starts
         ends = np.append(starts[1:], len(trace))
         routing = TraceEvents(trace)
         return cls(
