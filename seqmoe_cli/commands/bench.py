@@ -6,11 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from seqmoe_cli.bench.shapes import SHAPES, find_shape
 from seqmoe_cli.commands import options
-from seqmoe_cli.commands.options import DEFAULTS, flag
+from seqmoe_cli.commands.options import DEFAULTS, flag, shown
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.settings import POLICIES, PREFETCHES, check_range
 from seqmoe_cli.terminal.progress import progress_bars, status_line
@@ -24,58 +22,50 @@ if TYPE_CHECKING:
 
 
 def _list_option(*names: str, help: str) -> Any:
-    return typer.Option(*names, metavar="LIST", help=f"{help}; several with commas.")
+    return shown(*names, help=f"{help}; several with commas.")
 
 
 _Shape = Annotated[
     str | None,
-    flag(
-        "--shape", metavar="NAME", help=f"Measure random weights in a shape: {', '.join(SHAPES)}."
-    ),
+    flag("--shape NAME", help=f"Measure random weights in a shape: {', '.join(SHAPES)}."),
 ]
 _Trace = Annotated[
-    str | None,
-    flag("--trace", metavar="FILE", help="Replay recorded routing: of a file, or qwen3."),
+    str | None, flag("--trace FILE", help="Replay recorded routing: of a file, or qwen3.")
 ]
 _Prompts = Annotated[
-    str | None,
-    flag("-p", "--n-prompt", metavar="LIST", help="Prompt tokens, several with commas; else 512."),
+    str | None, flag("-p", "--n-prompt LIST", help="Prompt tokens, several with commas; else 512.")
 ]
 _Gens = Annotated[
     str | None,
     flag(
         "-n",
-        "--n-gen",
-        metavar="LIST",
+        "--n-gen LIST",
         help="Tokens to generate, several with commas; else 128, or half the trace.",
     ),
 ]
 _Depths = Annotated[
-    str, _list_option("-d", "--n-depth", help="Tokens of context before those timed")
+    str, _list_option("-d", "--n-depth LIST", help="Tokens of context before those timed")
 ]
-_Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
+_Pools = Annotated[
+    str, _list_option("--pool LIST", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")
+]
 _Prefetches = Annotated[
-    str, _list_option("--prefetch", help=f"Copies before they are needed: {', '.join(PREFETCHES)}")
+    str,
+    _list_option("--prefetch LIST", help=f"Copies before they are needed: {', '.join(PREFETCHES)}"),
 ]
 _Policies = Annotated[
-    str, _list_option("--policy", help=f"Eviction policies: {', '.join(POLICIES)}")
+    str, _list_option("--policy LIST", help=f"Eviction policies: {', '.join(POLICIES)}")
 ]
 _Predictor = Annotated[
-    Path | None,
-    flag("--predictor", metavar="FILE", help="A predictor to take instead of the model's own."),
+    Path | None, flag("--predictor FILE", help="A predictor to take instead of the model's own.")
 ]
-_Repetitions = Annotated[
-    int, typer.Option("-r", "--repetitions", metavar="N", help="Timed runs for each row.")
-]
-_Output = Annotated[
-    str, typer.Option("-o", "--output", metavar="|".join(FORMAT_NAMES), help="Output format.")
-]
+_Repetitions = Annotated[int, shown("-r", "--repetitions N", help="Timed runs for each row.")]
+_Output = Annotated[str, shown("-o", f"--output {'|'.join(FORMAT_NAMES)}", help="Output format.")]
 _PromptFile = Annotated[
-    Path | None,
-    flag("--prompt-file", metavar="FILE", help="UTF-8 text to read instead of shipped fables."),
+    Path | None, flag("--prompt-file FILE", help="UTF-8 text to read instead of shipped fables.")
 ]
 _NoWarmup = Annotated[
-    bool, typer.Option("--no-warmup", help="Run nothing untimed; there are no warm rows then.")
+    bool, flag("--no-warmup", help="Run nothing untimed; there are no warm rows then.")
 ]
 
 

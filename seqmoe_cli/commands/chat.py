@@ -27,25 +27,20 @@ if TYPE_CHECKING:
 
 
 _Text = str | None
-_PromptFlag = Annotated[_Text, flag("-p", "--prompt", metavar="TEXT", help="Answer TEXT and exit.")]
+_PromptFlag = Annotated[_Text, flag("-p", "--prompt TEXT", help="Answer TEXT and exit.")]
 _FileFlag = Annotated[
-    _Text,
-    flag("-f", "--file", metavar="FILE", help="Answer a text file and exit; - is stdin."),
+    _Text, flag("-f", "--file FILE", help="Answer a text file and exit; - is stdin.")
 ]
 _MessagesFlag = Annotated[
-    _Text,
-    flag("--messages", metavar="FILE", help="Answer a JSON list of role and content; - is stdin."),
+    _Text, flag("--messages FILE", help="Answer a JSON list of role and content; - is stdin.")
 ]
 _RawFlag = Annotated[bool, flag("--raw", help="Continue the text itself, without a template.")]
 _JsonFlag = Annotated[bool, flag("--json", help="Print the answer as one JSON object.")]
-_SystemFlag = Annotated[_Text, flag("-s", "--system", metavar="TEXT", help="System prompt.")]
-_SystemFileFlag = Annotated[
-    _Text, flag("--system-file", metavar="FILE", help="File with the system prompt.")
-]
+_SystemFlag = Annotated[_Text, flag("-s", "--system TEXT", help="System prompt.")]
+_SystemFileFlag = Annotated[_Text, flag("--system-file FILE", help="File with the system prompt.")]
 _HideFlag = Annotated[bool, flag("--hide-thinking", help="Do not show thoughts.")]
 _StatsFlag = Annotated[
-    bool | None,
-    flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off."),
+    bool | None, flag("--stats/--no-stats", help="Figures after an answer; on in a chat, else off.")
 ]
 _ProfileFlag = Annotated[
     bool,

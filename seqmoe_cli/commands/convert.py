@@ -56,7 +56,7 @@ def convert(
         ),
     ] = "keep",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace another packed model in DST.")
+        bool, options.flag("--force", help="Replace another packed model in DST.")
     ] = False,
 ) -> None:
     """Convert a Hugging Face checkpoint into a packed model.

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PackedModelError, PromptError, ResourceError, SeqmoeError
 from seqmoe_cli.settings import EngineOptions
@@ -37,7 +35,7 @@ def info(
     model: options.ModelArgument,
     as_json: options.JsonOption = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and check its hashes.")
+        bool, options.flag("--verify", help="Read every file and check its hashes.")
     ] = False,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
     place: options.PlaceFlags = options.PLACE,

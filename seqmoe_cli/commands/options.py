@@ -36,14 +36,21 @@ MAX_TOKENS = 10_000_000
 """No flag takes more tokens than this; far above any model's context."""
 
 
-def flag(*names: str, help: str, metavar: str | None = None) -> Any:
-    """A flag whose default the help does not show."""
-    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+def flag(*names: str, help: str, metavar: str | None = None, shown: bool = False) -> Any:
+    """A flag, for typer; the name of its value may follow the last name: `--prompt TEXT`."""
+    last, _, value = names[-1].partition(" ")
+    names = *names[:-1], last
+    return typer.Option(*names, help=help, metavar=value or metavar, show_default=shown)
+
+
+def shown(*names: str, help: str) -> Any:
+    """A flag whose default the help shows."""
+    return flag(*names, help=help, shown=True)
 
 
 def choice(name: str, allowed: tuple[str, ...], help: str) -> Any:
     """A flag that takes one of some words; see `check_choice`."""
-    return typer.Option(name, metavar="|".join(allowed), help=help)
+    return flag(f"{name} {'|'.join(allowed)}", help=help, shown=True)
 
 
 _MODEL = typer.Argument(
@@ -51,20 +58,17 @@ _MODEL = typer.Argument(
     help="Folder of a packed model, or its name under the models folder.",
     show_default=False,
 )
+_Int, _Float = int | None, float | None
 ModelArgument = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonOption = Annotated[bool, flag("--json", help="Print one JSON object.")]
 VramOption = Annotated[
-    float | None,
-    flag("--vram", metavar="GIB", help="Device memory to plan with; default: all that is free."),
+    float | None, flag("--vram GIB", help="Device memory to plan with; default: all that is free.")
 ]
 DeviceOption = Annotated[str, choice("--device", DEVICES, "Device to compute on.")]
 DtypeOption = Annotated[str, choice("--dtype", DTYPES, "Number format of the computation.")]
 CtxOption = Annotated[
-    int,
-    typer.Option(
-        "-c", "--ctx-size", metavar="N", help="Context in tokens, at most the model's own."
-    ),
+    int, shown("-c", "--ctx-size N", help="Context in tokens, at most the model's own.")
 ]
 VerifyOption = Annotated[
     bool, flag("--verify", help="Check on the device that every expert read is the one asked for.")
@@ -77,15 +81,9 @@ PrefetchByOption = Annotated[
         "What copies experts ahead: a kernel on the GPU, or a thread of the host.",
     ),
 ]
-PredictOption = Annotated[
-    int | None, flag("-n", "--predict", metavar="N", help="Most tokens of an answer.")
-]
-SeedOption = Annotated[
-    int | None, flag("--seed", metavar="N", help="Makes the choice of tokens repeatable.")
-]
-ThinkOption = Annotated[
-    str, flag("--think", metavar="auto|on|off", help="Whether the model thinks first.")
-]
+PredictOption = Annotated[int | None, flag("-n", "--predict N", help="Most tokens of an answer.")]
+SeedOption = Annotated[int | None, flag("--seed N", help="Makes the choice of tokens repeatable.")]
+ThinkOption = Annotated[str, flag("--think auto|on|off", help="Whether the model thinks first.")]
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,7 @@ class PlaceFlags:
 
     pool: Annotated[
         str,
-        typer.Option(
-            "--pool",
-            metavar="SIZE",
-            help="Device memory for experts: auto, all, 45%, 2GiB or 64slots.",
-        ),
+        shown("--pool SIZE", help="Device memory for experts: auto, all, 45%, 2GiB or 64slots."),
     ] = DEFAULTS.pool.text
     vram: VramOption = DEFAULTS.vram_gib
     device: DeviceOption = DEFAULTS.device
@@ -138,42 +132,31 @@ class PoolFlags:
 class SamplingFlags:
     """How tokens are chosen; None where the model's own setting is to be taken."""
 
-    temp: Annotated[
-        float | None, flag("--temp", metavar="T", help="Temperature; 0 takes the likeliest token.")
-    ] = None
-    top_k: Annotated[
-        int | None, flag("--top-k", metavar="K", help="Choose among the K likeliest; 0 is all.")
-    ] = None
+    temp: Annotated[_Float, flag("--temp T", help="Temperature; 0 takes the likeliest token.")] = (
+        None
+    )
+    top_k: Annotated[_Int, flag("--top-k K", help="Choose among the K likeliest; 0 is all.")] = None
     top_p: Annotated[
-        float | None,
-        flag("--top-p", metavar="P", help="Choose among the likeliest that make up this share."),
+        _Float, flag("--top-p P", help="Choose among the likeliest that make up this share.")
     ] = None
     min_p: Annotated[
-        float | None,
-        flag(
-            "--min-p",
-            metavar="P",
-            help="Leave out tokens less likely than this share of the likeliest.",
-        ),
+        _Float,
+        flag("--min-p P", help="Leave out tokens less likely than this share of the likeliest."),
     ] = None
     repeat_penalty: Annotated[
-        float | None,
-        flag("--repeat-penalty", metavar="X", help="Divide the score of tokens seen; 1 is off."),
+        _Float, flag("--repeat-penalty X", help="Divide the score of tokens seen; 1 is off.")
     ] = None
     presence_penalty: Annotated[
-        float | None,
+        _Float,
         flag(
-            "--presence-penalty",
-            metavar="X",
+            "--presence-penalty X",
             help="Subtract from the score of tokens in the answer; 0 is off.",
         ),
     ] = None
     frequency_penalty: Annotated[
-        float | None,
+        _Float,
         flag(
-            "--frequency-penalty",
-            metavar="X",
-            help="The same for each time that a token was used; 0 is off.",
+            "--frequency-penalty X", help="The same for each time that a token was used; 0 is off."
         ),
     ] = None
     seed: SeedOption = None

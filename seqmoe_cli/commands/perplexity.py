@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from seqmoe_cli.commands import options
 from seqmoe_cli.errors import PromptError, UsageError
 from seqmoe_cli.terminal.progress import note, status_line
@@ -20,9 +18,7 @@ if TYPE_CHECKING:
 @options.grouped
 def perplexity(
     model: options.ModelArgument,
-    file: Annotated[
-        Path, typer.Option("--file", metavar="FILE", help="UTF-8 text, taken byte for byte.")
-    ],
+    file: Annotated[Path, options.shown("--file FILE", help="UTF-8 text, taken byte for byte.")],
     as_json: options.JsonOption = False,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
     place: options.PlaceFlags = options.PLACE,

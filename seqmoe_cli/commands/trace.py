@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from seqmoe_cli.commands import options
-from seqmoe_cli.commands.options import flag
+from seqmoe_cli.commands.options import flag, shown
 from seqmoe_cli.settings import check_range
 from seqmoe_cli.terminal.progress import note, status_line
 
@@ -17,18 +15,12 @@ from seqmoe_cli.terminal.progress import note, status_line
 def trace(
     model: options.ModelArgument,
     prompts: Annotated[
-        str,
-        typer.Option(
-            "--prompts", metavar="FILE", help="JSON list of prompts; a .jsonl has one a line."
-        ),
+        str, shown("--prompts FILE", help="JSON list of prompts; a .jsonl has one a line.")
     ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="OUT", help="The file to write.")
-    ],
+    output: Annotated[Path, shown("-o", "--output OUT", help="The file to write.")],
     predict: options.PredictOption = None,
     hidden: Annotated[
-        int | None,
-        flag("--hidden", metavar="R", help="Keep final hidden states, projected to R dimensions."),
+        int | None, flag("--hidden R", help="Keep final hidden states, projected to R dimensions.")
     ] = None,
     weights: Annotated[bool, flag("--weights", help="Keep the routing weights.")] = False,
     ctx_size: options.CtxOption = options.DEFAULTS.ctx_size,
