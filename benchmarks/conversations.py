@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.agreement import COMPARED_TOKENS, Comparison, WatchedEngine, require
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Message, Session, render
+from seqmoe_cli.chat.session import ChatOptions, Message, Session, render
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.decoding import GraphSteps

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 import torch
 
 from benchmarks.reading import read_gate_up
-from seqmoe_cli.bench.ceilings import Ceilings
+from seqmoe_cli.bench.machine import Ceilings
 from seqmoe_cli.bench.traffic import count_kernels
 from seqmoe_kernels import (
     READY,

@@ -1,15 +1,25 @@
-"""What a benchmark row says about the machine and the build."""
+"""What a benchmark row says about the machine and the build: names, versions, and ceilings, which
+are measured anew in each run, in well under a second. Imports torch when it is asked."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import statistics
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seqmoe_cli import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+_MEMORY_BYTES, _LINK_BYTES = 2**31, 2**28  # of one copy; far beyond the L2 cache
+COPIES = 7
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
@@ -73,3 +83,38 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """In GB/s. `copy`: a copy within the device's memory, bytes read plus bytes written.
+    `link`: a DMA copy of records from pinned host memory."""
+
+    copy_gb_per_s: float
+    link_gb_per_s: float
+
+    @classmethod
+    def measure(cls, records: torch.Tensor, device: torch.device) -> Ceilings:
+        """`records` uint8 [N, R] is pinned. The median of several copies each."""
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        host = records.view(-1)[:_LINK_BYTES]
+        link = gb_per_s(torch.empty_like(host, device=device), host)
+        source = torch.zeros(min(_MEMORY_BYTES, free // 4), dtype=torch.uint8, device=device)
+        return cls(2 * gb_per_s(torch.empty_like(source), source), link)
+
+
+def gb_per_s(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Of copies from one tensor into another, by the device's clock: the median of several."""
+    import torch
+
+    times: list[float] = []
+    for _ in range(COPIES):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return target.nbytes / statistics.median(times) / 1e6

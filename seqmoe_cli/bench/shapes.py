@@ -30,23 +30,18 @@ _QWEN3_30B_A3B = ModelConfig(
     tie_word_embeddings=False,
     dense_format="BF16",
 )
-_MIXTRAL_8X7B = ModelConfig(
+_MIXTRAL_8X7B = replace(
+    _QWEN3_30B_A3B,
     family="mixtral",
     num_hidden_layers=32,
     hidden_size=4096,
-    num_attention_heads=32,
     num_key_value_heads=8,
-    head_dim=128,
     vocab_size=32000,
     num_experts=8,
     num_experts_per_tok=2,
     moe_intermediate_size=14336,
     max_position_embeddings=32768,
-    rope_theta=1e6,
     rms_norm_eps=1e-5,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    dense_format="BF16",
 )
 _NARROW = replace(
     _QWEN3_30B_A3B,

@@ -7,12 +7,12 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
-from seqmoe_cli.bench.ceilings import Ceilings
+from seqmoe_cli.bench.machine import Ceilings
 from seqmoe_cli.bench.random_weights import random_store, random_tensors
 from seqmoe_cli.bench.shapes import Shape, find_shape
 from seqmoe_cli.engine.engine import Engine, LoadProgress
@@ -80,14 +80,9 @@ class Source:
         pin = plan.device.type == "cuda"
         model = self.model
 
-        def experts(done: int, total: int) -> None:
-            if progress:
-                progress("experts", done, total)
-
-        def others(done: int, total: int) -> None:
-            if progress:
-                progress("weights", done, total)
-
+        experts, others = (
+            partial(progress, stage) if progress else None for stage in ("experts", "weights")
+        )
         if isinstance(model, PackedModel):
             store = HostStore.load(model, pin, experts)
         else:

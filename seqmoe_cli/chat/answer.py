@@ -12,6 +12,7 @@ from seqmoe_cli.settings import SamplingParams
 from seqmoe_cli.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from seqmoe_cli.chat.stream import AnswerView
     from seqmoe_cli.engine.engine import Engine
 
 
@@ -32,16 +33,16 @@ class AnswerStream:
         self,
         sampling: SamplingParams,
         max_tokens: int | None,
-        on_prefill: Callable[[int, int], None] | None,
-        interrupted: Callable[[], bool],
+        view: AnswerView | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[str, str]]:
-        """Generate; every piece may be empty on either side."""
+        """Generate; every piece may be empty on either side. `view` shows the prefill."""
         steps = self._engine.generate(
             self._prompt.ids,
             sampling,
             max_tokens=max_tokens,
             stop_ids=self._stop_ids,
-            on_prefill=on_prefill,
+            on_prefill=view.prefill(self.stats.prompt_tokens) if view else None,
             interrupted=interrupted,
         )
         for step in steps:

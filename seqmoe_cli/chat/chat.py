@@ -13,8 +13,7 @@ from rich.console import Console
 
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Exchange, Prompt, Session
+from seqmoe_cli.chat.session import ChatOptions, Exchange, Prompt, Session
 from seqmoe_cli.chat.stream import AnswerView
 from seqmoe_cli.engine.stats import TurnStats
 from seqmoe_cli.errors import PoolError, SeqmoeError
@@ -104,13 +103,8 @@ class Chat:
         return Exchange(user, answer.text, answer.thought.strip(), stopped, num_ctx)
 
     def _show(self, answer: AnswerStream, view: AnswerView) -> None:
-        on_prefill = view.prefill()
-        on_prefill(0, answer.stats.prompt_tokens)
-        in_thought = False
-        params = self._params()
-        for thought, text in answer.run(
-            params, self.options.max_tokens, on_prefill, self.interrupted
-        ):
+        in_thought, max_tokens = False, self.options.max_tokens
+        for thought, text in answer.run(self._params(), max_tokens, view, self.interrupted):
             hidden = self.options.hide_thinking and not answer.text and bool(answer.thought)
             line = status.live_line(
                 answer.stats,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from seqmoe_cli.chat import status
 from seqmoe_cli.chat.answer import AnswerStream
 from seqmoe_cli.chat.keyboard import polled_interrupts
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Prompt
+from seqmoe_cli.chat.session import ChatOptions, Prompt
 from seqmoe_cli.chat.stream import AnswerView
 from seqmoe_cli.engine.stats import FIGURES
 from seqmoe_cli.errors import SeqmoeError
@@ -113,10 +112,8 @@ def _stream(
     interrupted: Callable[[], bool],
 ) -> None:
     """Run the answer; notes show the prefill and the thought, until the answer itself begins."""
-    on_prefill = notes.prefill() if notes else lambda done, total: None
-    on_prefill(0, len(request.prompt.ids))
-    pieces = answer.run(request.sampling, request.options.max_tokens, on_prefill, interrupted)
-    for thought, text in pieces:
+    max_tokens = request.options.max_tokens
+    for thought, text in answer.run(request.sampling, max_tokens, notes, interrupted):
         if notes and thought and not request.options.hide_thinking:
             notes.write(thought, "dim")
         if text and not request.as_json:

@@ -133,7 +133,7 @@ class OwnText:
         check_vocabulary(prompt.ids, self.engine.config.vocab_size)
         answer = AnswerStream(self.engine, self.tokenizer, prompt)
         sampling = replace(sampling, seed=chance.getrandbits(32))
-        for _ in answer.run(sampling, most, None, lambda: False):
+        for _ in answer.run(sampling, most):
             tell()
         return answer
 

@@ -1,4 +1,4 @@
-"""What is asked in one shot: the text of -p, -f and standard input, or a conversation in a file.
+"""What is asked without a chat: a text, a conversation in a file, or a file of many of them.
 
 Everything is read and checked before the model is loaded. Knows no model.
 """
@@ -6,6 +6,7 @@ Everything is read and checked before the model is loaded. Knows no model.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seqmoe_cli.chat.session import Message
@@ -13,6 +14,9 @@ from seqmoe_cli.errors import PromptError, UsageError, either
 from seqmoe_cli.text.files import STDIN, check_text, parse_json, read_text
 
 ROLES = ("system", "user", "assistant")
+_PROMPTS_HINT = (
+    'use ["a text", ["first turn", "second turn"], [{"role": "user", "content": "..."}]]'
+)
 _MESSAGES_HINT = 'use [{"role": "user", "content": "..."}]'
 
 
@@ -139,3 +143,56 @@ def _message(label: str, item: object) -> Message:
     if not isinstance(content, str):
         raise PromptError(f"{label} has no text in content", _MESSAGES_HINT)
     return {"role": role, "content": check_text(label, content, _MESSAGES_HINT)}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that were said, and then the turns of a user that are to be answered one by one.
+    `name` says where it is from."""
+
+    name: str
+    said: tuple[Message, ...]
+    turns: tuple[str, ...]
+
+
+def read_prompts(flag: str, file: str) -> list[Conversation]:
+    """Every prompt of a JSON list; of each line, if the file's name ends in .jsonl.
+
+    A prompt is a text, a list of texts, which are the turns of one conversation, or a list of
+    messages, the last one a user's. Raises `PromptError` naming flag, file and prompt.
+    """
+    name = f"{flag} {file}"
+    text = read_text(flag, file)
+    if file.endswith(".jsonl"):
+        lines = [
+            (f"{name}: line {n}", line)
+            for n, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+        ]
+        values = [(label, parse_json(label, line, _PROMPTS_HINT)) for label, line in lines]
+    else:
+        whole = parse_json(name, text, _PROMPTS_HINT)
+        if not isinstance(whole, list):
+            raise PromptError(f"{name} is not a list of prompts", _PROMPTS_HINT)
+        values = [(f"{name}: prompt {n}", value) for n, value in enumerate(whole, 1)]
+    if not values:
+        raise PromptError(f"{name} holds no prompt", _PROMPTS_HINT)
+    return [_conversation(label, value) for label, value in values]
+
+
+def _conversation(label: str, value: object) -> Conversation:
+    turns = list(_texts([value] if isinstance(value, str) else value))
+    if turns:
+        if not all(turn.strip() for turn in turns):
+            raise PromptError(f"{label} has no text", _PROMPTS_HINT)
+        return Conversation(
+            label, (), tuple(check_text(label, turn, _PROMPTS_HINT) for turn in turns)
+        )
+    *said, last = check_messages(label, value)
+    return Conversation(label, tuple(said), (last["content"],))
+
+
+def _texts(value: object) -> Iterator[str]:
+    """The items of a list of nothing but texts."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        yield from value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.prompt_file import Conversation
+from seqmoe_cli.chat.prompt import Conversation
 from seqmoe_cli.chat.session import Message, Prompt, check_length, render
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.errors import PromptError
@@ -56,7 +56,7 @@ class Interview:
                 )
                 engine.reset_kv()
                 recorder.begin(len(prompt.ids))
-                for _ in answer.run(sampling, self.max_tokens, None, lambda: False):
+                for _ in answer.run(sampling, self.max_tokens):
                     tell(f"prompt {n:,} of {len(conversations):,}: {recorder.num_tokens:,} tokens")
                 messages.append({"role": "assistant", "content": answer.text})
         engine.record(None)

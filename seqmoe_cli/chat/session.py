@@ -10,11 +10,28 @@ from dataclasses import dataclass, field
 
 from seqmoe_cli.chat.template import ChatTemplate, opens_thinking
 from seqmoe_cli.errors import PackedModelError, PromptError
+from seqmoe_cli.text.sampling import Setting
 from seqmoe_cli.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 """One message as templates take it: `role` and `content`."""
 _TRIAL = [{"role": "user", "content": "?"}]
+
+
+@dataclass
+class ChatOptions:
+    """`predict`: most tokens of an answer, None for no limit of its own. `plain`: no status line.
+    `stats`: say what an answer cost. `think`: auto, on or off."""
+
+    predict: Setting = field(default_factory=lambda: Setting(None, "default"))
+    think: str = "auto"
+    hide_thinking: bool = False
+    stats: bool = True
+    plain: bool = False
+
+    @property
+    def max_tokens(self) -> int | None:
+        return None if self.predict.value is None else int(self.predict.value)
 
 
 @dataclass

@@ -74,13 +74,14 @@ class AnswerView:
         if self._is_live:
             self._refresh()
 
-    def prefill(self) -> Callable[[int, int], None]:
-        """A callback (done, total) that shows how much of the prompt is evaluated, from now on."""
+    def prefill(self, total: int) -> Callable[[int, int], None]:
+        """Shows a prompt of `total` tokens; the callback (done, total), how much is evaluated."""
         started = time.perf_counter()
 
         def show(done: int, total: int) -> None:
             self.status(prefill_line(done, total, time.perf_counter() - started, self.width))
 
+        show(0, total)
         return show
 
     def write(self, text: str, style: str = "", status: str | None = None) -> None:

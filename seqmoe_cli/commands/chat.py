@@ -19,9 +19,8 @@ from seqmoe_cli.terminal.progress import note
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from seqmoe_cli.chat.options import ChatOptions
     from seqmoe_cli.chat.prompt import Question
-    from seqmoe_cli.chat.session import Prompt
+    from seqmoe_cli.chat.session import ChatOptions, Prompt
     from seqmoe_cli.engine.engine import Engine
     from seqmoe_cli.text.sampling import Value
 
@@ -96,7 +95,7 @@ def chat(
 
 def _behaviour(predict: int | None, think: str, hide_thinking: bool, plain: bool) -> ChatOptions:
     """Check the flags of how a chat behaves; raises `UsageError`."""
-    from seqmoe_cli.chat.options import ChatOptions
+    from seqmoe_cli.chat.session import ChatOptions
     from seqmoe_cli.chat.template import THINK_CHOICES
     from seqmoe_cli.text.sampling import Setting
 

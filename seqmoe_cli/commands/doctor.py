@@ -87,13 +87,11 @@ def _show(checks: list[Check]) -> None:
     make_console(sys.stdout).print(table)
 
 
-def _check_torch() -> Iterator[Check]:
-    try:
-        import torch
-    except Exception as error:  # ImportError or OSError, most often
-        yield Check("torch", "error", f"{error}", "install seqmoe again in a new environment")
-    else:
-        yield Check("torch", "ok", torch.__version__, numbers={"cuda": torch.version.cuda})
+def _judged(
+    name: str, value: str, wrong: bool, status: str, hint: str, **numbers: Any
+) -> Iterator[Check]:
+    """A check that is ok unless something is `wrong`; then it has a status and a hint."""
+    yield Check(name, status if wrong else "ok", value, hint if wrong else "", numbers)
 
 
 def _has_cuda() -> bool:
@@ -103,6 +101,15 @@ def _has_cuda() -> bool:
     except Exception:
         return False
     return torch.cuda.is_available()
+
+
+def _check_torch() -> Iterator[Check]:
+    try:
+        import torch
+    except Exception as error:  # ImportError or OSError, most often
+        yield Check("torch", "error", f"{error}", "install seqmoe again in a new environment")
+    else:
+        yield Check("torch", "ok", torch.__version__, numbers={"cuda": torch.version.cuda})
 
 
 def _check_triton() -> Iterator[Check]:
@@ -126,14 +133,10 @@ def _check_gpu() -> Iterator[Check]:
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
     capability = f"{properties.major}.{properties.minor}"
-    old = properties.major < 8
-    yield Check(
-        "gpu",
-        "error" if old else "ok",
-        f"{properties.name}, {size(total)} ({size(free)} free), capability {capability}",
-        "capability 8.0 or newer is needed; use --device cpu" if old else "",
-        {"total_bytes": total, "free_bytes": free, "capability": capability},
-    )
+    value = f"{properties.name}, {size(total)} ({size(free)} free), capability {capability}"
+    hint = "capability 8.0 or newer is needed; use --device cpu"
+    numbers = {"total_bytes": total, "free_bytes": free, "capability": capability}
+    yield from _judged("gpu", value, properties.major < 8, "error", hint, **numbers)
     yield Check("driver", "ok", driver_version() or "version unknown")
 
 
@@ -143,74 +146,50 @@ def _check_link() -> Iterator[Check]:
         return
     import torch
 
-    from seqmoe_cli.bench.ceilings import COPIES, gb_per_s
+    from seqmoe_cli.bench.machine import COPIES, gb_per_s
 
     source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     rate = gb_per_s(torch.empty_like(source, device="cuda"), source)
-    slow = rate < SLOW_LINK_GB_S
-    yield Check(
-        "link",
-        "warning" if slow else "ok",
-        f"{rate:.1f} GB/s from pinned memory (median of {COPIES} copies of {size(LINK_BYTES)})",
-        "slower than 16 lanes of PCIe 3: does the card have all its lanes?" if slow else "",
-        {"gb_per_s": rate},
-    )
+    value = f"{rate:.1f} GB/s from pinned memory (median of {COPIES} copies of {size(LINK_BYTES)})"
+    hint = "slower than 16 lanes of PCIe 3: does the card have all its lanes?"
+    yield from _judged("link", value, rate < SLOW_LINK_GB_S, "warning", hint, gb_per_s=rate)
 
 
 def _check_ram() -> Iterator[Check]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = available_host_bytes()
-    small = available < SMALL_RAM_BYTES
-    yield Check(
-        "ram",
-        "warning" if small else "ok",
-        f"{size(available)} available of {size(total)}",
-        f"all experts of a model must fit; most need more than {size(SMALL_RAM_BYTES)}"
-        if small
-        else "",
-        {"total_bytes": total, "available_bytes": available},
-    )
+    free = available_host_bytes()
+    value = f"{size(free)} available of {size(total)}"
+    hint = f"all experts of a model must fit; most need more than {size(SMALL_RAM_BYTES)}"
+    numbers = {"total_bytes": total, "available_bytes": free}
+    yield from _judged("ram", value, free < SMALL_RAM_BYTES, "warning", hint, **numbers)
 
 
 def _check_pin_limit() -> Iterator[Check]:
     """`ulimit -l`, and whether pinning more than that works all the same: most drivers do not
     count memory that is pinned for a GPU."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    numbers = {"limit_bytes": None if limit == resource.RLIM_INFINITY else limit}
-    if limit == resource.RLIM_INFINITY:
-        yield Check("pin limit", "ok", "none", numbers=numbers)
-        return
-    value = f"{size(limit)} (ulimit -l)"
-    if _has_cuda() and limit < LINK_BYTES:
+    endless = limit == resource.RLIM_INFINITY
+    value = "none" if endless else f"{size(limit)} (ulimit -l)"
+    if not endless and limit < LINK_BYTES and _has_cuda():
         import torch
 
         torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
         value += f"; the driver pinned {size(LINK_BYTES)} all the same"
-    yield Check("pin limit", "ok", value, numbers=numbers)
+    yield Check("pin limit", "ok", value, numbers={"limit_bytes": None if endless else limit})
 
 
 def _check_disk() -> Iterator[Check]:
     folder = paths.models_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    numbers = {"free_bytes": free, "path": str(folder)}
-    value = f"{size(free)} free for {folder}"
-    if not os.access(existing, os.W_OK | os.X_OK):
+    status, hint = "warning", "a packed model takes as much as its checkpoint: give DST to convert"
+    closed = not os.access(existing, os.W_OK | os.X_OK)
+    if closed:
+        status = "error"
         hint = f"{existing} is not writable: give DST to convert, or set SEQMOE_HOME"
-        yield Check("disk", "error", value, hint, numbers)
-    elif free < SMALL_DISK_BYTES:
-        hint = "a packed model takes as much as its checkpoint: give DST to convert"
-        yield Check("disk", "warning", value, hint, numbers)
-    else:
-        yield Check("disk", "ok", value, numbers=numbers)
+    value, wrong = f"{size(free)} free for {folder}", closed or free < SMALL_DISK_BYTES
+    yield from _judged("disk", value, wrong, status, hint, free_bytes=free, path=str(folder))
 
 
-CHECKS = (
-    _check_torch,
-    _check_triton,
-    _check_gpu,
-    _check_link,
-    _check_ram,
-    _check_pin_limit,
-    _check_disk,
-)
+CHECKS = (_check_torch, _check_triton, _check_gpu, _check_link, _check_ram, _check_pin_limit,
+          _check_disk)  # fmt: skip

@@ -52,7 +52,8 @@ def info(
 
     packed = PackedModel.open(options.find_model(model))
     if verify:
-        _verify(packed)
+        with progress_bars() as report:
+            packed.verify(lambda done, total: report("check", done, total))
     facts = model_facts(packed) | {"verified": verify}
     refusal: SeqmoeError | None = None
     try:
@@ -61,9 +62,9 @@ def info(
         facts["predictor"] = {"problem": error.message}
         refusal = error
     try:
-        facts |= {"plan": plan_facts(packed, settings)}
+        facts["plan"] = plan_facts(packed, settings)
     except ResourceError as error:
-        facts |= {"plan": None}
+        facts["plan"] = None
         refusal = error
     if as_json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -71,11 +72,6 @@ def info(
         show(facts)
     if refusal is not None:
         raise refusal
-
-
-def _verify(packed: PackedModel) -> None:
-    with progress_bars() as report:
-        packed.verify(lambda done, total: report("check", done, total))
 
 
 def model_facts(packed: PackedModel) -> Facts:
@@ -123,7 +119,7 @@ def model_facts(packed: PackedModel) -> Facts:
 def generation_facts(folder: Path) -> Facts:
     """Sampling settings with their origin, what ends an answer, and whether chat is possible."""
     from seqmoe_cli.chat.template import ChatTemplate
-    from seqmoe_cli.text.sampling import KNOBS, SamplingSettings, checkpoint_settings
+    from seqmoe_cli.text.sampling import SamplingSettings, checkpoint_settings
     from seqmoe_cli.text.tokenizer import Tokenizer
 
     try:
@@ -131,11 +127,8 @@ def generation_facts(folder: Path) -> Facts:
     except PromptError:
         template = None
     settings = SamplingSettings({}, checkpoint_settings(folder))
-    values = {knob.name: getattr(settings.params, knob.field) for knob in KNOBS}
     return {
-        "settings": {
-            name: {"value": values[name], "origin": origin} for name, _, origin in settings.rows()
-        },
+        "settings": {name: asdict(setting) for name, setting in settings.settings.items()},
         "stop_ids": sorted(Tokenizer.open(folder).stop_ids),
         "chat_template": template,
     }
@@ -171,19 +164,30 @@ def show(facts: Facts) -> None:
 def sections(facts: Facts) -> list[tuple[str, Rows]]:
     """(heading, rows of cells) in the order in which they are shown."""
     pooled, resident, record = facts["pooled"], facts["resident"], facts["record"]
-    found = [
+    records = f"{pooled['num_experts']:,} records of {record['bytes']:,} bytes"
+    found: list[tuple[str, Rows]] = [
         (facts["name"], _model_rows(facts)),
-        (f"Pooled, {size(pooled['bytes'])}: {pooled['reason']}", _pooled_rows(facts)),
-        (f"Resident, {size(resident['bytes'])}: {resident['reason']}", _resident_rows(resident)),
-        (f"Record of one expert, {record['bytes']:,} bytes: {RECORD_REASON}", _part_rows(record)),
-        ("Generation", _generation_rows(facts["generation"])),
+        (
+            f"Pooled, {size(pooled['bytes'])}: {pooled['reason']}",
+            [("routed experts", records)],
+        ),
+        (
+            f"Resident, {size(resident['bytes'])}: {resident['reason']}",
+            [_group_row(**group) for group in resident["groups"]],
+        ),
+        (
+            f"Record of one expert, {record['bytes']:,} bytes: {RECORD_REASON}",
+            [_part_row(**part) for part in record["parts"]],
+        ),
+        ("Generation", _generation_rows(**facts["generation"])),
     ]
     if facts["predictor"] is not None:
         found.append(("Predictor", _predictor_rows(facts["predictor"])))
     plan = facts["plan"]
     if plan is not None:
-        heading = f"Memory plan on this machine ({plan['device']}, {plan['dtype']})"
-        found.append((heading, _plan_rows(plan)))
+        rows: Rows = [(line["name"], size(line["bytes"]), line["reason"]) for line in plan["lines"]]
+        rows += [("note", "", fallback) for fallback in plan["fallbacks"]]
+        found.append((f"Memory plan on this machine ({plan['device']}, {plan['dtype']})", rows))
     return found
 
 
@@ -206,46 +210,27 @@ def _model_rows(facts: Facts) -> Rows:
     return rows
 
 
-def _pooled_rows(facts: Facts) -> Rows:
-    count, record_bytes = facts["pooled"]["num_experts"], facts["record"]["bytes"]
-    return [("routed experts", f"{count:,} records of {record_bytes:,} bytes")]
+def _group_row(name: str, tensors: int, bytes: int, dtypes: list[str]) -> tuple[str, ...]:
+    count = f"{tensors:,} tensor{'' if tensors == 1 else 's'}"
+    return name, size(bytes), count, ", ".join(dtypes)
 
 
-def _resident_rows(resident: Facts) -> Rows:
-    return [
-        (
-            group["name"],
-            size(group["bytes"]),
-            f"{group['tensors']:,} tensor{'' if group['tensors'] == 1 else 's'}",
-            ", ".join(group["dtypes"]),
-        )
-        for group in resident["groups"]
-    ]
+def _part_row(name: str, dtype: str, shape: list[int], offset: int, bytes: int) -> tuple[str, ...]:
+    return name, dtype, " x ".join(map(str, shape)), f"at {offset:,}", f"{bytes:,} bytes"
 
 
-def _part_rows(record: Facts) -> Rows:
-    return [
-        (
-            part["name"],
-            part["dtype"],
-            " x ".join(map(str, part["shape"])),
-            f"at {part['offset']:,}",
-            f"{part['bytes']:,} bytes",
-        )
-        for part in record["parts"]
-    ]
-
-
-def _generation_rows(generation: Facts) -> Rows:
+def _generation_rows(settings: Facts, stop_ids: list[int], chat_template: str | None) -> Rows:
     rows: Rows = [
         (name, "random" if setting["value"] is None else str(setting["value"]), setting["origin"])
-        for name, setting in generation["settings"].items()
+        for name, setting in settings.items()
     ]
-    stop_ids = ", ".join(map(str, generation["stop_ids"])) or "none"
-    rows.append(("stop ids", stop_ids, "tokens that end an answer"))
-    template = generation["chat_template"]
-    rows.append(("template", template or "none", "" if template else "only --raw can be used"))
-    return rows
+    ids = ", ".join(map(str, stop_ids)) or "none"
+    only_raw = "" if chat_template else "only --raw can be used"
+    return [
+        *rows,
+        ("stop ids", ids, "tokens that end an answer"),
+        ("template", chat_template or "none", only_raw),
+    ]
 
 
 def _predictor_rows(predictor: Facts) -> Rows:
@@ -263,8 +248,3 @@ def _predictor_rows(predictor: Facts) -> Rows:
     return rows + [
         (f"recall, {steps}", f"{100 * shares[1]:.1f} %", named) for steps, shares in recall.items()
     ]
-
-
-def _plan_rows(plan: Facts) -> Rows:
-    rows: Rows = [(line["name"], size(line["bytes"]), line["reason"]) for line in plan["lines"]]
-    return rows + [("note", "", fallback) for fallback in plan["fallbacks"]]

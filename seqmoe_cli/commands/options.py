@@ -58,7 +58,8 @@ _MODEL = typer.Argument(
     help="Folder of a packed model, or its name under the models folder.",
     show_default=False,
 )
-_Int, _Float = int | None, float | None
+_Int = int | None
+_Float = float | None
 ModelArgument = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 JsonOption = Annotated[bool, flag("--json", help="Print one JSON object.")]

@@ -36,7 +36,7 @@ def trace(
     seqmoe chat; they and OUT are the same each time, as --seed is 0 if not given, and one more for
     each answer.
     """
-    from seqmoe_cli.chat.prompt_file import read_prompts
+    from seqmoe_cli.chat.prompt import read_prompts
     from seqmoe_cli.chat.recording import Interview
     from seqmoe_cli.chat.template import THINK_CHOICES, ChatTemplate
     from seqmoe_cli.forecast.recorder import TraceRecorder

@@ -72,17 +72,17 @@ class SamplingSettings:
 
     def __init__(self, flags: Mapping[str, Value], checkpoint: Mapping[str, Value]) -> None:
         defaults = SamplingParams()
-        self._settings = {
+        self.settings = {
             knob.name: Setting(getattr(defaults, knob.field), "default") for knob in KNOBS
         }
         for values, origin in ((checkpoint, GENERATION_CONFIG), (flags, "flag")):
             for name, value in values.items():
                 if value is not None:
-                    self._settings[name] = Setting(value, origin)
+                    self.settings[name] = Setting(value, origin)
 
     @property
     def params(self) -> SamplingParams:
-        values: dict[str, Any] = {k.field: self._settings[k.name].value for k in KNOBS}
+        values: dict[str, Any] = {k.field: self.settings[k.name].value for k in KNOBS}
         return SamplingParams(**values)
 
     def set(self, name: str, text: str) -> None:
@@ -90,16 +90,16 @@ class SamplingSettings:
         value; `name` is a knob's."""
         free = name == "seed" and text == "random"
         value = None if free else _BY_NAME[name].check(f"/set {name}", text)
-        self._settings[name] = Setting(value, "/set")
+        self.settings[name] = Setting(value, "/set")
 
     def text(self, name: str) -> str:
         """The value as people read it."""
-        value = self._settings[name].value
+        value = self.settings[name].value
         return "random" if value is None else str(value)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(name, value, origin) of every setting, as `/show` lists them."""
-        return [(name, self.text(name), s.origin) for name, s in self._settings.items()]
+        return [(name, self.text(name), s.origin) for name, s in self.settings.items()]
 
 
 def check_flags(flags: Mapping[str, Value]) -> None:

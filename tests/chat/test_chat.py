@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Exchange, Session
+from seqmoe_cli.chat.session import ChatOptions, Exchange, Session
 from seqmoe_cli.chat.slash import COMMANDS, run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from seqmoe_cli.chat.oneshot import OneShot, OneShotOutput, answer_once
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Prompt
+from seqmoe_cli.chat.session import ChatOptions, Prompt
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.stats import Step
 from seqmoe_cli.errors import ResourceError

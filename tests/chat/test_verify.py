@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.chat.chat import Chat
-from seqmoe_cli.chat.options import ChatOptions
-from seqmoe_cli.chat.session import Session
+from seqmoe_cli.chat.session import ChatOptions, Session
 from seqmoe_cli.chat.slash import run_command
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.prompt_file import read_prompts
+from seqmoe_cli.chat.prompt import read_prompts
 from seqmoe_cli.chat.session import Message, render
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.engine.engine import Engine

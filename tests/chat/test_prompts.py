@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from seqmoe_cli.chat.prompt_file import read_prompts
+from seqmoe_cli.chat.prompt import read_prompts
 from seqmoe_cli.errors import PromptError
 
 MESSAGES = [
