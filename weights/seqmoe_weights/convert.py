@@ -33,7 +33,13 @@ from seqmoe_weights.files import (
     write_file,
     write_json,
 )
-from seqmoe_weights.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest, is_predictor_file
+from seqmoe_weights.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    is_predictor_file,
+    layouts_as_json,
+)
 from seqmoe_weights.packer import QUANTIZE, Packer
 from seqmoe_weights.source import Source
 
@@ -103,10 +109,8 @@ class Conversion:
         if journal is None:
             journal = Journal(self.quantize, self._fingerprint)
             journal.write(self.destination.path)
-        kept = {JOURNAL_FILE, *journal.finished}
-        self.destination.remove([f for f in self.destination.own_files if f.name not in kept])
-        meter = Meter(self.packer.num_bytes, progress)
-        self._write_files(journal, meter)
+        self.destination.remove_all_but({JOURNAL_FILE, *journal.finished})
+        self._write_files(journal, Meter(self.packer.num_bytes, progress))
         return "converted"
 
     def _run_again(self, manifest: Manifest, progress: Progress | None) -> str:
@@ -144,15 +148,11 @@ class Conversion:
         if num_written or not (path / MANIFEST_FILE).exists():
             sync_folder(path)
             write_json(path / MANIFEST_FILE, self._manifest(journal).as_json())
-        self._remove_leftovers()
-        return num_written
-
-    def _remove_leftovers(self) -> None:
-        """Journal, temporary files, and files of a larger model that was here before."""
-        found = Destination.inspect(self.destination.path)
+        found = Destination.inspect(path)
         assert found.manifest is not None
-        kept = {MANIFEST_FILE, *found.manifest.files}
-        found.remove([file for file in found.own_files if file.name not in kept])
+        # gone are journal, temporary files, and files of a larger model that was here before
+        found.remove_all_but({MANIFEST_FILE, *found.manifest.files})
+        return num_written
 
     def _manifest(self, journal: Journal) -> Manifest:
         digests = [f"{name} {digest}\n" for name, digest in journal.sources.items()]
@@ -163,7 +163,7 @@ class Conversion:
             dense_format=self.packer.dense_format,
             num_layers=self.source.config.num_hidden_layers,
             num_experts=self.source.config.num_experts,
-            layouts=self.packer.layouts,
+            layout=layouts_as_json(self.packer.layouts),
             files={**journal.finished, **self._small, **self._predictor()},
             source=journal.sources,
             source_sha256=hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(),
@@ -175,9 +175,7 @@ class Conversion:
         return {n: h for n, h in old.files.items() if is_predictor_file(n)} if old else {}
 
     def _check_destination(self) -> None:
-        found = self.destination
-        if found.manifest is None and found.journal is None and not found.is_damaged:
-            return
+        found, journal = self.destination, self.destination.journal
         if self._force:
             found.refuse_foreign_files()
             found.manifest = found.journal = None
@@ -188,11 +186,11 @@ class Conversion:
             )
         elif found.manifest is not None:
             self._check_manifest(found.manifest)
-        elif found.journal is not None and found.journal.quantize != self.quantize:
+        elif journal is not None and journal.quantize != self.quantize:
             raise self._refusal(
-                f"holds an unfinished conversion with --quantize {found.journal.quantize}"
+                f"holds an unfinished conversion with --quantize {journal.quantize}"
             )
-        elif found.journal is not None and found.journal.fingerprint != self._fingerprint:
+        elif journal is not None and journal.fingerprint != self._fingerprint:
             raise self._refusal(
                 "holds an unfinished conversion of another source, or SRC has changed since"
             )

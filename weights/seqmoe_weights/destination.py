@@ -119,10 +119,11 @@ class Destination:
                 "move it away or give another DST",
             )
 
-    def remove(self, names: list[Path]) -> None:
+    def remove_all_but(self, kept: set[str]) -> None:
         """Remove files of ours, the manifest before anything else: without it nothing loads."""
-        for file in sorted(names, key=lambda file: file.name != MANIFEST_FILE):
-            file.unlink(missing_ok=True)
+        for file in sorted(self.own_files, key=lambda file: file.name != MANIFEST_FILE):
+            if file.name not in kept:
+                file.unlink(missing_ok=True)
         sync_folder(self.path)
 
 

@@ -28,53 +28,38 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None, maximum: int = _MAX_INTEGER) -> int:
         """A whole number from 1 to `maximum`."""
-        value = self._read(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._ill_typed(name, value, "a whole number")
+        value: int = self._read(name, int, "a whole number", default)
         if not 1 <= value <= maximum:
-            raise CheckpointError(
-                f"config.json: {self._prefix}{name} is {_short(value)}, allowed are 1 to {maximum}",
-                _HINT,
-            )
+            raise self._wrong(name, value, f"allowed are 1 to {maximum}")
         return value
 
     def positive_number(self, name: str) -> float:
         """A finite number above 0."""
-        value = self._read(name, None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._ill_typed(name, value, "a number")
+        value: float = self._read(name, int | float, "a number")
         if not (0 < value <= 1e300 and math.isfinite(value)):
-            place = f"config.json: {self._prefix}{name}"
-            raise CheckpointError(f"{place} is {_short(value)}, it must be above 0", _HINT)
+            raise self._wrong(name, value, "it must be above 0")
         return float(value)
 
     def boolean(self, name: str, default: bool | None = None) -> bool:
-        value = self._read(name, default)
-        if not isinstance(value, bool):
-            raise self._ill_typed(name, value, "true or false")
+        value: bool = self._read(name, bool, "true or false", default)
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._read(name, default)
-        if not isinstance(value, str):
-            raise self._ill_typed(name, value, "a string")
+        value: str = self._read(name, str, "a string", default)
         return value
 
     def texts(self, name: str) -> list[str]:
         """A list of strings; empty when absent."""
-        value = self._read(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._ill_typed(name, value, "a list of strings")
+        value: list[str] = self._read(name, list, "a list of strings", [])
+        if not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, value, "not a list of strings")
         return value
 
     def nested(self, name: str) -> Fields | None:
         """A nested object, or None when absent."""
         if name not in self:
             return None
-        value = self._values[name]
-        if not isinstance(value, dict):
-            raise self._ill_typed(name, value, "an object")
-        return Fields(value, f"{self._prefix}{name}.")
+        return Fields(self._read(name, dict, "an object"), f"{self._prefix}{name}.")
 
     def require(self, name: str, allowed: object) -> None:
         """Refuse, by name, a field that is present with a value other than the implemented one."""
@@ -87,18 +72,17 @@ class Fields:
                 else f"only {allowed!r} is supported",
             )
 
-    def _read(self, name: str, default: object) -> Any:
-        value = self._values.get(name)
-        if value is not None:
-            return value
-        if default is None:
+    def _read(self, name: str, kind: Any, wanted: str, default: object = None) -> Any:
+        value = self._values[name] if name in self else default
+        if value is None:
             raise CheckpointError(f"config.json: field {self._prefix}{name} is missing", _HINT)
-        return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self._wrong(name, value, f"not {wanted}")
+        return value
 
-    def _ill_typed(self, name: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(
-            f"config.json: {self._prefix}{name} is {_short(value)}, not {wanted}", _HINT
-        )
+    def _wrong(self, name: str, value: object, what: str) -> CheckpointError:
+        place = f"config.json: {self._prefix}{name}"
+        return CheckpointError(f"{place} is {_short(value)}, {what}", _HINT)
 
 
 def _same(value: object, allowed: object) -> bool:

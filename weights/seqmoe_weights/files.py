@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,8 +146,7 @@ def free_disk_bytes(path: Path) -> int:
     """What an ordinary user may still write at `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
-    stats = os.statvfs(path)
-    return stats.f_bavail * stats.f_frsize
+    return shutil.disk_usage(path).free
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from seqmoe_weights.errors import PackedModelError
 from seqmoe_weights.files import FileHashes
-from seqmoe_weights.layout import Part, RecordLayout
+from seqmoe_weights.layout import RecordLayout
 
 MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = ".convert.json"
@@ -26,6 +27,13 @@ COPIED_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
+_PLAIN_FIELDS: dict[str, type] = {
+    "family": str,
+    "quantize": str,
+    "dense_format": str,
+    "num_layers": int,
+    "num_experts": int,
+}
 _HINT = "run seqmoe convert again with --force, or restore the file"
 
 
@@ -48,10 +56,9 @@ def is_predictor_file(name: str) -> bool:
 class Manifest:
     """Describes and seals a packed model.
 
-    `dense_format` is how its linear layers outside the experts are stored; `layouts` has the record
-    of each layer, and is one in the file when they are all the same; `source` maps each
-    packed file to the SHA-256 over the source tensors it was made from, and `source_sha256` sums
-    up all of them together with the copied files.
+    `dense_format` is how its linear layers outside the experts are stored; `layout` is what
+    `layouts_as_json` gives; `source` maps each packed file to the SHA-256 over the source tensors
+    it was made from, and `source_sha256` sums up all of them together with the copied files.
     """
 
     family: str
@@ -59,24 +66,17 @@ class Manifest:
     dense_format: str
     num_layers: int
     num_experts: int
-    layouts: tuple[RecordLayout, ...]
+    layout: Any
     files: dict[str, FileHashes]
     source: dict[str, str]
     source_sha256: str
 
     def as_json(self) -> dict[str, Any]:
         """Everything, and under `sha256` a hash over it."""
-        layouts = [_layout_as_json(layout) for layout in self.layouts]
-        are_equal = all(layout == layouts[0] for layout in layouts)
-        value = {
+        value = {name: getattr(self, name) for name in _PLAIN_FIELDS} | {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "family": self.family,
-            "quantize": self.quantize,
-            "dense_format": self.dense_format,
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "layout": layouts[0] if are_equal else layouts,
+            "layout": self.layout,
             "files": {name: hashes.as_json() for name, hashes in self.files.items()},
             "source": {"files": self.source, "sha256": self.source_sha256},
         }
@@ -98,12 +98,8 @@ class Manifest:
             if value["sha256"] != seal(value):
                 raise ValueError("wrong SHA-256")
             return cls(
-                family=_typed(value["family"], str),
-                quantize=_typed(value["quantize"], str),
-                dense_format=_typed(value["dense_format"], str),
-                num_layers=_typed(value["num_layers"], int),
-                num_experts=_typed(value["num_experts"], int),
-                layouts=_layouts(value),
+                **{name: _typed(value[name], kind) for name, kind in _PLAIN_FIELDS.items()},
+                layout=value["layout"],
                 files=_files(value["files"]),
                 source={name: _typed(s, str) for name, s in value["source"]["files"].items()},
                 source_sha256=_typed(value["source"]["sha256"], str),
@@ -140,41 +136,26 @@ def _files(value: dict[str, Any]) -> dict[str, FileHashes]:
     return {_file_name(name): FileHashes.from_json(entry) for name, entry in value.items()}
 
 
+def layouts_as_json(layouts: Sequence[RecordLayout]) -> Any:
+    """The record of each layer; one for all of them when they are the same."""
+    values = [_layout_as_json(layout) for layout in layouts]
+    return values[0] if all(value == values[0] for value in values) else values
+
+
 def _layout_as_json(layout: RecordLayout) -> dict[str, Any]:
-    parts = [
-        {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": p.offset}
-        for p in layout.parts
-    ]
+    parts = [asdict(part) | {"shape": list(part.shape)} for part in layout.parts]
     value = {"parts": parts, "record_bytes": layout.record_bytes}
     return value if layout.format == layout["gate"].dtype else value | {"format": layout.format}
 
 
-def _layouts(value: dict[str, Any]) -> tuple[RecordLayout, ...]:
-    layout = value["layout"]
-    if isinstance(layout, list):
-        return tuple(_layout(layer) for layer in layout)
-    num_layers = min(_typed(value["num_layers"], int), len(value["files"]))  # each has a file
-    return (_layout(layout),) * max(1, num_layers)
+def formats_in(layout: Any, num_layers: int) -> list[str]:
+    """The format of each layer, out of what `layouts_as_json` gave. Raises `LookupError`,
+    `TypeError` or `AttributeError` for anything else."""
+    layers = layout if isinstance(layout, list) else [layout] * num_layers
+    return [layer.get("format", layer["parts"][0]["dtype"]) for layer in layers]
 
 
-def _layout(value: dict[str, Any]) -> RecordLayout:
-    parts = tuple(
-        Part(
-            _typed(part["name"], str),
-            _typed(part["dtype"], str),
-            tuple(_typed(dim, int) for dim in part["shape"]),
-            _typed(part["offset"], int),
-        )
-        for part in value["parts"]
-    )
-    format_name = value.get("format", value["parts"][0]["dtype"])
-    return RecordLayout(parts, _typed(value["record_bytes"], int), _typed(format_name, str))
-
-
-_T = TypeVar("_T")
-
-
-def _typed(value: object, kind: type[_T]) -> _T:
+def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
     return value

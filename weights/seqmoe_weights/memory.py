@@ -36,11 +36,9 @@ def _cgroup_headrooms(proc: Path, cgroups: Path) -> list[int]:
         else:
             continue
         folder = root / path.strip("/")
-        while True:
-            headrooms += _headroom(folder, limit, usage)
-            if folder == root:
-                break
-            folder = folder.parent
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(root):
+                headrooms += _headroom(place, limit, usage)
     return headrooms
 
 

@@ -22,8 +22,10 @@ from seqmoe_weights.manifest import (
     RESIDENT_FILE,
     Manifest,
     experts_file,
+    formats_in,
     is_experts_file,
     is_predictor_file,
+    layouts_as_json,
     read_manifest,
     seal,
 )
@@ -60,8 +62,8 @@ class PackedModel:
             is_large = name == RESIDENT_FILE or is_experts_file(name)
             if not is_large and not is_intact(path / name, hashes):
                 raise _damaged(path / name)
-        config = _read_config(path, manifest)
-        return cls(path, config, manifest.layouts, raw, manifest.files)
+        config, layouts = _read_config(path, manifest)
+        return cls(path, config, layouts, raw, manifest.files)
 
     @property
     def name(self) -> str:
@@ -182,53 +184,44 @@ def _check_presence(file: Path, hashes: FileHashes) -> None:
         )
 
 
-def _read_config(path: Path, manifest: Manifest) -> ModelConfig:
-    """config.json as a `ModelConfig`; the manifest must agree with it."""
-    layouts = manifest.layouts
+def _read_config(path: Path, manifest: Manifest) -> tuple[ModelConfig, tuple[RecordLayout, ...]]:
+    """config.json as a `ModelConfig`, and the layouts; the manifest must agree with them."""
     try:
         config = read_config(json.loads((path / "config.json").read_text("utf-8")))
-        formats = [layout.format for layout in layouts]
-        same = layouts == RecordLayout.for_layers(
-            config.hidden_size, config.moe_intermediate_size, formats
-        )
-    except (OSError, ValueError, LookupError) as error:
+        formats = formats_in(manifest.layout, config.num_hidden_layers)
+        layouts = RecordLayout.for_layers(config.hidden_size, config.moe_intermediate_size, formats)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise PackedModelError(
             f"{MANIFEST_FILE} in {path} is damaged ({error})", _REPAIR
         ) from error
     except SeqmoeError as error:
         raise PackedModelError(f"{path}: {error.message}", error.hint) from error
-    expected = {RESIDENT_FILE: 1} | {
-        experts_file(layer): config.num_experts for layer in range(config.num_hidden_layers)
-    }
-    pieces = {name: len(hashes.pieces) for name, hashes in manifest.files.items()}
-    sizes = {manifest.files[name].piece_bytes for name in expected.keys() & pieces.keys()}
-    sizes -= {manifest.files[RESIDENT_FILE].piece_bytes} if RESIDENT_FILE in pieces else set()
+    counts = (config.family, config.num_hidden_layers, config.num_experts)
+    same = (manifest.family, manifest.num_layers, manifest.num_experts) == counts
     same &= len(layouts) == config.num_hidden_layers
-    same &= (manifest.family, manifest.num_layers, manifest.num_experts) == (
-        config.family,
-        config.num_hidden_layers,
-        config.num_experts,
-    )
-    if not same or not pieces.items() >= expected.items() or sizes != {layouts[0].record_bytes}:
+    same &= layouts_as_json(layouts) == manifest.layout
+    pieces = {name: (len(file.pieces), file.piece_bytes) for name, file in manifest.files.items()}
+    record = (config.num_experts, layouts[0].record_bytes)
+    same &= all(pieces.get(experts_file(i)) == record for i in range(config.num_hidden_layers))
+    if not same or pieces.get(RESIDENT_FILE, (0, 0))[0] != 1:
         raise PackedModelError(f"{MANIFEST_FILE} in {path} contradicts config.json", _REPAIR)
-    return replace(config, dense_format=manifest.dense_format)
+    return replace(config, dense_format=manifest.dense_format), layouts
 
 
 def _not_packed(path: Path) -> PackedModelError:
-    if not path.is_dir():
-        return PackedModelError(f"{path} is not a folder", "give the folder of a packed model")
-    if (path / JOURNAL_FILE).exists():
-        return PackedModelError(
-            f"{path} is an unfinished conversion", "run the same seqmoe convert again to finish it"
-        )
-    if (path / RESIDENT_FILE).exists() or (path / experts_file(0)).exists():
-        return PackedModelError(
-            f"{MANIFEST_FILE} is missing in {path}", "convert the checkpoint again, with --force"
-        )
-    if (path / "config.json").exists():
-        return PackedModelError(
-            f"{path} is a checkpoint that is not packed yet", f"run seqmoe convert {path}"
-        )
-    return PackedModelError(
-        f"{path} is not a packed model (no {MANIFEST_FILE})", "give the DST of a seqmoe convert"
+    message, hint = (
+        f"{path} is not a packed model (no {MANIFEST_FILE})",
+        "give the DST of a seqmoe convert",
     )
+    if not path.is_dir():
+        message, hint = f"{path} is not a folder", "give the folder of a packed model"
+    elif (path / JOURNAL_FILE).exists():
+        message = f"{path} is an unfinished conversion"
+        hint = "run the same seqmoe convert again to finish it"
+    elif (path / RESIDENT_FILE).exists() or (path / experts_file(0)).exists():
+        message = f"{MANIFEST_FILE} is missing in {path}"
+        hint = "convert the checkpoint again, with --force"
+    elif (path / "config.json").exists():
+        message = f"{path} is a checkpoint that is not packed yet"
+        hint = f"run seqmoe convert {path}"
+    return PackedModelError(message, hint)

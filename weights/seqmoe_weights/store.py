@@ -81,7 +81,8 @@ class HostStore:
         crosses a chunk. Raises `ResourceError` when the host refuses."""
         meter = Meter(self.records.nbytes, progress)
         pinned_bytes = 0
-        for chunk in torch.split(self.records, _chunk_records(self.records)):
+        chunk_records = max(1, _REGISTER_BYTES // self.records.shape[1])
+        for chunk in torch.split(self.records, chunk_records):
             error = int(_cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, _REGISTER_FLAGS))
             if error:
                 self.close()
@@ -139,7 +140,3 @@ def _read_record(packed: PackedModel, layer: int, expert: int, records: torch.Te
         ) from error
     if count < len(view) or hashlib.sha256(view).hexdigest() != hashes.pieces[expert]:
         raise damaged_record(path, layer, expert)
-
-
-def _chunk_records(records: torch.Tensor) -> int:
-    return max(1, _REGISTER_BYTES // records.shape[1])

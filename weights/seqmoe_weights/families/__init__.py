@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,14 @@ class Family:
 
     def resident_tensors(self, config: ModelConfig) -> list[TensorSpec]:
         """Every tensor that is not a routed expert."""
-        return list(self._resident_tensors(config))
+        resident = {role: w for role, w in self.weights.items() if not w.is_of_expert}
+        if config.tie_word_embeddings:
+            del resident["head"]
+        specs = [w.spec(config, role) for role, w in resident.items() if not w.is_of_layer]
+        in_layers = [(role, weight) for role, weight in resident.items() if weight.is_of_layer]
+        for layer in range(config.num_hidden_layers):
+            specs += [weight.spec(config, role, layer) for role, weight in in_layers]
+        return specs
 
     def expert_tensors(self, config: ModelConfig, layer: int, expert: int) -> dict[str, TensorSpec]:
         """The tensors of one expert, by role."""
@@ -88,16 +95,6 @@ class Family:
             for role, weight in self.weights.items()
             if weight.is_of_expert
         }
-
-    def _resident_tensors(self, config: ModelConfig) -> Iterator[TensorSpec]:
-        resident = {role: w for role, w in self.weights.items() if not w.is_of_expert}
-        if config.tie_word_embeddings:
-            del resident["head"]
-        yield from (w.spec(config, role) for role, w in resident.items() if not w.is_of_layer)
-        for layer in range(config.num_hidden_layers):
-            for role, weight in resident.items():
-                if weight.is_of_layer:
-                    yield weight.spec(config, role, layer)
 
 
 _registered: dict[str, Family] = {}

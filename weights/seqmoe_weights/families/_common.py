@@ -20,9 +20,9 @@ def read_decoder(
     `experts` and `inter` are the family's names of the number of experts and of their
     intermediate size; `default_kv_heads`: without `num_key_value_heads` every head has its own.
     """
-    for name, allowed in (("attention_bias", False), ("hidden_act", "silu"), ("clip_qkv", None)):
+    implemented = {"attention_bias": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+    for name, allowed in (implemented | {"clip_qkv": None}).items():
         fields.require(name, allowed)
-    fields.require("partial_rotary_factor", 1.0)
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", maximum=_MAX_COUNT)
     config = ModelConfig(
@@ -50,28 +50,21 @@ def read_decoder(
 
 
 def _check_sizes(config: ModelConfig, experts: str, has_head_dim: bool) -> None:
-    hint = "the fields contradict each other; the checkpoint is damaged"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if not has_head_dim and config.hidden_size % heads:
-        raise CheckpointError(
-            f"config.json: hidden_size {config.hidden_size} is no multiple of "
-            f"num_attention_heads {heads}, and head_dim is missing",
-            hint,
-        )
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is no multiple of "
-            f"num_key_value_heads {kv_heads}",
-            hint,
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd", hint)
-    if config.num_experts_per_tok > config.num_experts:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok {config.num_experts_per_tok} is more than "
-            f"{experts} {config.num_experts}",
-            hint,
-        )
+        wrong = f"hidden_size {config.hidden_size} is no multiple of "
+        wrong += f"num_attention_heads {heads}, and head_dim is missing"
+    elif heads % kv_heads:
+        wrong = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+    elif config.head_dim % 2:
+        wrong = f"head_dim {config.head_dim} is odd"
+    elif config.num_experts_per_tok > config.num_experts:
+        wrong = f"num_experts_per_tok {config.num_experts_per_tok} is more than "
+        wrong += f"{experts} {config.num_experts}"
+    else:
+        return
+    hint = "the fields contradict each other; the checkpoint is damaged"
+    raise CheckpointError(f"config.json: {wrong}", hint)
 
 
 def refuse_sliding_window(fields: Fields) -> None:
@@ -103,10 +96,9 @@ def _dense_format(fields: Fields) -> str:
     quantization = fields.nested("quantization_config")
     if quantization is not None:
         quantization.text("quant_method")
-        quantization.require("quant_method", "fp8")
-        quantization.require("fmt", "e4m3")
-        quantization.require("activation_scheme", "dynamic")
-        quantization.require("weight_block_size", [128, 128])
+        implemented = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        for name, allowed in (implemented | {"weight_block_size": [128, 128]}).items():
+            quantization.require(name, allowed)
         if "weight_block_size" not in quantization:
             raise UnsupportedError(
                 "config.json: quantization_config fp8 without weight_block_size is not implemented",
