@@ -75,7 +75,7 @@ def test_another_history_than_the_one_on_the_screen_is_found(start: Start) -> No
     talk.talk()
     talk.engine.kv.token_ids[3] += 1
     talk.engine.given = []
-    with pytest.raises(Violation, match="nobody said"):
+    with pytest.raises(Violation, match="was not said"):
         talk._check_state()
 
 
