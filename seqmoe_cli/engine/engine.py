@@ -6,6 +6,7 @@ Knows no tokenizer, no template and no terminal.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -186,7 +187,8 @@ class Engine:
             raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
         most = self.ctx_size - len(prompt_ids) + 1  # the last token need not fit the context
         limit = most if max_tokens is None else min(max_tokens, most)
-        self.kv.truncate(_common_prefix(self.kv.token_ids, prompt_ids[:-1]))
+        held = os.path.commonprefix([self.kv.token_ids, list(prompt_ids[:-1])])
+        self.kv.truncate(len(held))
         self.decoding.begin(sampling, prompt_ids, limit - 1)
         steps = self._steps(prompt_ids, on_prefill, interrupted or (lambda: False))
         for produced, (stats, token) in enumerate(steps, 1):
@@ -328,13 +330,3 @@ class Engine:
                 f"token id {max(ids)} is outside the vocabulary of {self.config.vocab_size:,}",
                 "tokenizer.json and config.json do not belong together",
             )
-
-
-def _common_prefix(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    count = 0
-    for a, b in zip(held, wanted, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
