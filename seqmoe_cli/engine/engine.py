@@ -6,10 +6,10 @@ Knows no tokenizer, no template and no terminal.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -187,8 +187,8 @@ class Engine:
             raise ValueError(f"max_tokens is {max_tokens}, expected at least 1")
         most = self.ctx_size - len(prompt_ids) + 1  # the last token need not fit the context
         limit = most if max_tokens is None else min(max_tokens, most)
-        held = os.path.commonprefix([self.kv.token_ids, list(prompt_ids[:-1])])
-        self.kv.truncate(len(held))
+        pairs = zip(self.kv.token_ids, prompt_ids[:-1], strict=False)
+        self.kv.truncate(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
         self.decoding.begin(sampling, prompt_ids, limit - 1)
         steps = self._steps(prompt_ids, on_prefill, interrupted or (lambda: False))
         for produced, (stats, token) in enumerate(steps, 1):
