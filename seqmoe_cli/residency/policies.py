@@ -1,78 +1,35 @@
-"""Which expert is evicted: the scores of the policies, and the constants that the kernels share.
+"""Which expert is evicted: the numbers by which the kernels and the simulator decide alike.
 
 One rule holds for all policies: the victim is the slot whose expert has the smallest score, and of
 equal scores the lowest slot. Every score is an int64 made by integer arithmetic alone, with the
-roundings given here, so that the kernels and the simulator decide alike, bit for bit. A score
-belongs to an expert, not to a slot: it survives eviction. The score of `forecast` is in
-`seqmoe_kernels.eviction.expected_use`.
+roundings given here. A score belongs to an expert, not to a slot: it survives eviction.
 
-N experts of all layers by flat id, K wanted by an event, W windows of a forecast.
+`lru`: the number of the event of the last use, from 1 on; 0 for an expert that was never used.
+
+`decayed`: log2(sum over past uses of 2^(t / half_life)), t being the token of the use. All counts
+decay by the same factor, so theirs is the order of these sums at any time, and nothing has to be
+computed again as time goes by. In units of 1/DOUBLING; 0 for an expert never used:
+
+    now   = CLOCK_START + token * tick
+    score = max(score, now) + LOG2_1P[|score - now| >> 8]    (its last entry behind its end)
+
+`forecast`: see `seqmoe_kernels.eviction.expected_use`. W windows of a forecast.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe_kernels.eviction.units import GAP_SHIFT, NEVER
+from seqmoe_kernels.eviction.units import GAP_SHIFT as GAP_SHIFT
+from seqmoe_kernels.eviction.units import NEVER as NEVER
 from seqmoe_kernels.eviction.units import ONE as ONE
 from seqmoe_kernels.eviction.units import WINDOWS as WINDOWS
 
 Ints = NDArray[np.int64]
 
-EMPTY_SCORE = -1  # of a slot without an owner: below the score of every expert
 HALF_LIFE = 16.0  # tokens in which a past use comes to count half as much
 DISCOUNT = 2.0  # tokens ahead at which an expected use counts half as much
-
-
-class Policy(Protocol):
-    """Told of every step and event, it names victims."""
-
-    def start_token(self, token: int) -> None:
-        """The step of this number begins; numbers rise by one."""
-
-    def use(self, layer: int, experts: Ints) -> None:
-        """An event of this step: a layer wants these experts, flat ids [K], whether hit or miss."""
-
-    def victims(self, owner: Ints, barred: Ints, incoming: Ints) -> Ints:
-        """Slots [n] for the experts `incoming` [n]: `owner` [S] says which expert each slot has, -1
-        for an empty one; slots `barred` must stay as they are. At least n others must be there."""
-
-
-class ScoredPolicy:
-    """`score` int64 [N + 1]: by expert; the last stands for an empty slot, whose owner is -1."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.score = np.zeros(num_experts + 1, np.int64)
-        self.score[-1] = EMPTY_SCORE
-
-    def victims(self, owner: Ints, barred: Ints, incoming: Ints) -> Ints:
-        candidates = self.score[owner]
-        candidates[barred] = NEVER
-        slots = np.empty(len(incoming), np.int64)
-        for i in range(len(incoming)):
-            slots[i] = victim = candidates.argmin()
-            candidates[victim] = NEVER
-        return slots
-
-
-class Lru(ScoredPolicy):
-    """The victim's last use is the longest ago. Score: the number of the event, from 1 on; 0 for an
-    expert that was never used."""
-
-    _clock = 0
-
-    def start_token(self, token: int) -> None:
-        """Time goes by events."""
-
-    def use(self, layer: int, experts: Ints) -> None:
-        self._clock += 1
-        self.score[experts] = self._clock
-
-
-# --- decayed frequency, as a logarithm ---
 
 DOUBLING = 1 << 16  # score units in which a decayed count doubles
 CLOCK_START = 1 << 26  # 1024 doublings: so far above 0 that "never used" counts as nothing
@@ -82,38 +39,10 @@ LOG2_1P = np.round(
 """log2(1 + 2^-gap) in score units, for a gap in steps of 1/256 doubling; its last entry is 0."""
 
 
-class DecayedFrequency(ScoredPolicy):
-    """The victim has the smallest decayed count of uses, where a use counts half as much after each
-    `half_life` tokens.
+def ticks(half_life: float = HALF_LIFE) -> int:
+    """How far `now` goes on with each token, in score units."""
+    return max(round(DOUBLING / half_life), 1)
 
-    The score is log2(sum over past uses of 2^(t / half_life)), t being the token of the use: as all
-    counts decay by the same factor, theirs is the order of these sums at any time, and nothing has
-    to be recomputed as time goes by. In units of 1/DOUBLING; 0 for an expert never used:
-
-        tick  = round(DOUBLING / half_life), at least 1
-        now   = CLOCK_START + token * tick
-        score = max(score, now) + LOG2_1P[|score - now| >> 8]    (its last entry behind its end)
-    """
-
-    def __init__(self, num_experts: int, half_life: float = HALF_LIFE) -> None:
-        super().__init__(num_experts)
-        self.tick = max(round(DOUBLING / half_life), 1)
-        self.now = CLOCK_START
-
-    def start_token(self, token: int) -> None:
-        self.now = CLOCK_START + token * self.tick
-
-    def use(self, layer: int, experts: Ints) -> None:
-        self.score[experts] = log2_sum(self.score[experts], self.now)
-
-
-def log2_sum(score: Ints, now: int) -> Ints:
-    """log2(2^score + 2^now), all in score units."""
-    gap = np.minimum(np.abs(score - now) >> GAP_SHIFT, len(LOG2_1P) - 1)
-    return np.asarray(np.maximum(score, now) + LOG2_1P[gap])
-
-
-# --- eviction by forecast ---
 
 WIDTHS = np.array([last - first + 1 for first, last in WINDOWS])
 EXP2 = np.round(ONE * np.exp2((np.arange(256) + 0.5) / 256)).astype(np.int64)

@@ -9,10 +9,11 @@ import torch
 
 from seqmoe_cli.errors import PoolError, UnsupportedError
 from seqmoe_cli.residency.policies import (
+    CLOCK_START,
     EXP2,
     LOG2_1P,
-    DecayedFrequency,
     discounted,
+    ticks,
     uses_per_count,
 )
 from seqmoe_kernels import (
@@ -185,5 +186,4 @@ class ExpertPool:
 
     def _set_rule(self) -> None:
         if self.policy != "lru":
-            policy = DecayedFrequency(len(self.records))
-            self.state.rule.copy_(torch.tensor([policy.tick, policy.now]))
+            self.state.rule.copy_(torch.tensor([ticks(), CLOCK_START]))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from seqmoe_cli.residency.policies import DOUBLING, ONE, WIDTHS, DecayedFrequency, Ints
+from seqmoe_cli.residency.policies import DOUBLING, ONE, WIDTHS, Ints
 from tools.simulator.forecast_eviction import Blend, ForecastAt, ForecastEviction, exp2_fixed
+from tools.simulator.scores import DecayedFrequency
 
 STEPS, LAYERS, OF_LAYER, TOP_K = 60, 2, 8, 2
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import DECODE, Trace
-from seqmoe_cli.residency.policies import DecayedFrequency, Ints
+from seqmoe_cli.residency.policies import Ints
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_kernels import begin_step
 from tests.traces import random_trace
@@ -23,6 +23,7 @@ from tools.simulator.events import TraceEvents
 from tools.simulator.importers import read_delta_npy
 from tools.simulator.policies import S3Fifo, WindowedBelady, belady, lru
 from tools.simulator.replay import PolicyOf, replay, slots_for
+from tools.simulator.scores import DecayedFrequency
 from tools.simulator.slot_table import SlotTable
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "traces"

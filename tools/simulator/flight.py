@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqmoe_cli.residency.policies import ONE, Ints, Policy
+from seqmoe_cli.residency.policies import ONE, Ints
 from tools.simulator.link import Copy, LinkClock
 from tools.simulator.prefetch import CandidateSource
+from tools.simulator.scores import Policy
 from tools.simulator.slot_table import SlotTable
 
 _NONE = np.empty(0, np.int64)

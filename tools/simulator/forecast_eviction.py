@@ -20,12 +20,11 @@ from seqmoe_cli.residency.policies import (
     HALF_LIFE,
     WIDTHS,
     WINDOWS,
-    DecayedFrequency,
     Ints,
-    ScoredPolicy,
     discounted,
     uses_per_count,
 )
+from tools.simulator.scores import DecayedFrequency, ScoredPolicy
 
 ForecastAt = Callable[[int], NDArray[Any]]
 """The forecast when the step of a number begins, from what is known by then: int32 or int64 [W, N],

@@ -11,16 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe_cli.residency.policies import (
-    HALF_LIFE,
-    ONE,
-    WIDTHS,
-    WINDOWS,
-    DecayedFrequency,
-    Ints,
-)
+from seqmoe_cli.residency.policies import HALF_LIFE, ONE, WIDTHS, WINDOWS, Ints
 from tools.simulator.events import TraceEvents
 from tools.simulator.forecast_eviction import ForecastAt, exp2_fixed
+from tools.simulator.scores import DecayedFrequency
 
 
 def no_forecast(routing: TraceEvents) -> ForecastAt:

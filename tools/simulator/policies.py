@@ -1,5 +1,5 @@
 """Policies of the simulator alone: oracles, which know the future, and S3-FIFO, to compare with.
-The engine's policies are in `seqmoe_cli.residency.policies`."""
+Those that the engine has, too, are in `scores.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import deque
 
 import numpy as np
 
-from seqmoe_cli.residency.policies import DecayedFrequency, Ints, Lru, Policy, ScoredPolicy
+from seqmoe_cli.residency.policies import Ints
 from tools.simulator.events import TraceEvents
+from tools.simulator.scores import DecayedFrequency, Lru, Policy, ScoredPolicy
 
 
 def lru(routing: TraceEvents, num_slots: int) -> Policy:

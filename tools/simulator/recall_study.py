@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.residency.policies import WINDOWS, Lru
+from seqmoe_cli.residency.policies import WINDOWS
 from tools.simulator.counting import Floats, Sequences, among_top, forecasts_by_counting
+from tools.simulator.scores import Lru
 from tools.simulator.slot_table import SlotTable
 
 Blocks = Callable[[], Iterator[tuple[int, Floats]]]

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe_cli.forecast.trace import Trace
-from seqmoe_cli.residency.policies import Ints, Policy
+from seqmoe_cli.residency.policies import Ints
 from tools.simulator.events import TraceEvents
 from tools.simulator.flight import Flight, PrefetchRules
 from tools.simulator.forecast_eviction import Blend
 from tools.simulator.link import Link, clock_of
+from tools.simulator.scores import Policy
 from tools.simulator.slot_table import SlotTable
 
 PolicyOf = Callable[[TraceEvents, int], Policy]

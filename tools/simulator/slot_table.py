@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from seqmoe_cli.residency.policies import Ints, Policy
+from seqmoe_cli.residency.policies import Ints
+from tools.simulator.scores import Policy
 
 
 class SlotTable:

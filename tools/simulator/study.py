@@ -11,14 +11,7 @@ import numpy as np
 
 from seqmoe_cli.errors import PromptError, ResourceError
 from seqmoe_cli.forecast.trace import DECODE, Trace
-from seqmoe_cli.residency.policies import (
-    DISCOUNT,
-    HALF_LIFE,
-    DecayedFrequency,
-    Ints,
-    Lru,
-    Policy,
-)
+from seqmoe_cli.residency.policies import DISCOUNT, HALF_LIFE, Ints
 from seqmoe_cli.settings import PoolSize
 from tools.simulator.events import TraceEvents
 from tools.simulator.flight import PrefetchRules
@@ -35,6 +28,7 @@ from tools.simulator.prefetch import (
 )
 from tools.simulator.replay import Replayed, replay, slots_for
 from tools.simulator.rows import Row
+from tools.simulator.scores import DecayedFrequency, Lru, Policy
 
 POLICIES = ("lru", "decayed", "s3fifo", "forecast", "window", "belady")
 PREFETCHES = ("off", "lookahead", "full", "oracle")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from seqmoe_cli.residency.policies import LOG2_1P, DecayedFrequency
+from seqmoe_cli.residency.policies import LOG2_1P
 from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import update_expected_use, update_prospects_reference
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.pool.resolve import resolve_reference
 from seqmoe_kernels.state import RULE_NOW, RULE_TICK, PoolState
+from tools.simulator.scores import DecayedFrequency
 
 
 class ForecastPool:

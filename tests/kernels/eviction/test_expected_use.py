@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqmoe_cli.residency.policies import (
-    LOG2_1P,
-    WIDTHS,
-    WINDOWS,
-    DecayedFrequency,
-)
+from seqmoe_cli.residency.policies import LOG2_1P, WIDTHS, WINDOWS
 from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
 from seqmoe_kernels.eviction.expected_use import (
@@ -26,6 +21,7 @@ from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, Poo
 from tests.kernels.pool_states import EXPERTS, LAYERS, TOP_K
 from tests.kernels.step_case import Case
 from tools.simulator.forecast_eviction import Blend, ForecastEviction
+from tools.simulator.scores import DecayedFrequency
 
 # layers, experts of each, used of them
 SHAPES = [(1, 4, 1), (3, 20, 3), (5, 64, 4)]

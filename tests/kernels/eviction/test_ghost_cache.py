@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_cli.forecast.shipped import open_trace
-from seqmoe_cli.residency.policies import DecayedFrequency
 from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
 )
@@ -24,6 +23,7 @@ from seqmoe_kernels.state import (
 from tests.kernels.eviction.forecast_pool import ForecastPool
 from tools.simulator.events import TraceEvents
 from tools.simulator.replay import slots_for
+from tools.simulator.scores import DecayedFrequency
 from tools.simulator.slot_table import SlotTable
 
 CPU = torch.device("cpu")

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqmoe_cli.residency.policies import (
-    CLOCK_START,
-    DOUBLING,
-    DecayedFrequency,
-    Lru,
-    log2_sum,
-)
+from seqmoe_cli.residency.policies import CLOCK_START, DOUBLING
+from tools.simulator.scores import DecayedFrequency, Lru, log2_sum
 
 NONE = np.empty(0, np.int64)
 
