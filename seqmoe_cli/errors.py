@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from seqmoe_weights.errors import (
-    CheckpointError,
-    PackedModelError,
-    ResourceError,
-    SeqmoeError,
-    UnsupportedError,
-    either,
-)
-
-__all__ = [
-    "CheckpointError",
-    "PackedModelError",
-    "PoolError",
-    "PromptError",
-    "ResourceError",
-    "SeqmoeError",
-    "UnsupportedError",
-    "UsageError",
-    "either",
-]
+from seqmoe_weights.errors import CheckpointError as CheckpointError
+from seqmoe_weights.errors import PackedModelError as PackedModelError
+from seqmoe_weights.errors import ResourceError as ResourceError
+from seqmoe_weights.errors import SeqmoeError as SeqmoeError
+from seqmoe_weights.errors import UnsupportedError as UnsupportedError
+from seqmoe_weights.errors import either as either
 
 
 class UsageError(SeqmoeError):

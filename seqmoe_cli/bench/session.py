@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from seqmoe_cli.bench.blurred import FORECAST
 from seqmoe_cli.bench.inventory import count_params
 from seqmoe_cli.bench.machine import machine_facts
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.measure import WARM, Runs, Tell
-from seqmoe_cli.bench.recorded import RecordedRouting
+from seqmoe_cli.bench.recorded import FORECAST, RecordedRouting
 from seqmoe_cli.bench.rows import Measured, pool_name
 from seqmoe_cli.bench.source import Loaded, Source, opened
 from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from seqmoe_cli.chat.answer import AnswerStream
-from seqmoe_cli.chat.session import Message, Prompt, check_vocabulary, render
+from seqmoe_cli.chat.session import Message, Prompt, render
 from seqmoe_cli.chat.template import ChatTemplate
 from seqmoe_cli.errors import PromptError
 from seqmoe_cli.forecast.trace import Trace
@@ -122,15 +122,12 @@ class OwnText:
         prompt = Prompt(self.tokenizer.encode(before))
         if len(prompt.ids) + _USER_TOKENS >= self.engine.ctx_size:
             return ""
-        said = self._say(prompt, _CURIOUS, _USER_TOKENS, chance, lambda: None)
-        text = str(said.text)
-        return text.strip()
+        return self._say(prompt, _CURIOUS, _USER_TOKENS, chance, lambda: None).text.strip()
 
     def _say(
         self, prompt: Prompt, sampling: SamplingParams, most: int, chance: random.Random,
         tell: Callable[[], None],
     ) -> AnswerStream:  # fmt: skip
-        check_vocabulary(prompt.ids, self.engine.config.vocab_size)
         answer = AnswerStream(self.engine, self.tokenizer, prompt)
         sampling = replace(sampling, seed=chance.getrandbits(32))
         for _ in answer.run(sampling, most):

@@ -67,10 +67,6 @@ def _clear(chat: Chat, argument: str) -> None:
     chat.say("forgot the conversation" + (", kept the system prompt" * bool(chat.session.system)))
 
 
-def _regen(chat: Chat, argument: str) -> None:
-    chat.regenerate()
-
-
 def _undo(chat: Chat, argument: str) -> None:
     last = chat.session.undo()
     if last is None:
@@ -194,7 +190,9 @@ COMMANDS = (
     Command(("/help",), "", "this list", _help),
     Command(("/exit", "/bye", "/quit"), "", "leave", _exit),
     Command(("/clear",), "", "forget the conversation, keep the system prompt", _clear),
-    Command(("/regen",), "", "answer the last message once more", _regen),
+    Command(
+        ("/regen",), "", "answer the last message once more", lambda chat, _: chat.regenerate()
+    ),
     Command(("/undo",), "", "take the last message and its answer back", _undo),
     Command(("/system",), "[TEXT]", 'show or set the system prompt; "" removes it', _system),
     Command(("/set",), "NAME VALUE", "change a setting; /show lists them", _set),

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from seqmoe_cli.chat.thinking import OPEN_TAG
 from seqmoe_cli.errors import CheckpointError, PromptError
-from seqmoe_cli.text.files import COPY_HINT, read_json_object
+from seqmoe_cli.text.files import COPY_HINT, read_checkpoint_file, read_json_object
 
 THINK_CHOICES = ("auto", "on", "off")
 _TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -52,7 +52,7 @@ class ChatTemplate:
         config = read_json_object(folder / _CONFIG_FILE)
         path = folder / _TEMPLATE_FILE
         if path.is_file():
-            source, where = _read_text(path), str(path)
+            source, where = read_checkpoint_file(path), str(path)
         else:
             source, where = _template_of(config, folder), str(folder / _CONFIG_FILE)
         return cls(source, where, _special_tokens(config))
@@ -86,13 +86,6 @@ class ChatTemplate:
 def opens_thinking(rendered: str) -> bool:
     """True when the answer starts inside a thought, as the prompt ends with an open tag."""
     return rendered.rstrip().endswith(OPEN_TAG)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", COPY_HINT) from error
 
 
 def _template_of(config: Mapping[str, Any], folder: Path) -> str:

@@ -78,31 +78,25 @@ def chat(
     Sampling settings that are not given come from the model's generation_config.json.
     """
     from seqmoe_cli.chat.prompt import Sources, read_question
+    from seqmoe_cli.chat.session import ChatOptions
+    from seqmoe_cli.chat.template import THINK_CHOICES
+    from seqmoe_cli.text.sampling import Setting
 
     knobs = sampling.checked()
     options.check_prefetch_by(experts.prefetch_by, [experts.prefetch])
     engine = place.options(ctx_size=ctx_size, verify=verify, **vars(experts))
     sources = Sources(prompt, file, messages, raw, system, system_file)
-    behaviour = _behaviour(predict, think, hide_thinking, plain)
+    options.check_predict(predict)
+    options.check_choice("--think", think, THINK_CHOICES)
     question = read_question(sources)
-    behaviour.stats = question.is_open if stats is None else stats
+    most = Setting(predict, "default" if predict is None else "flag")
+    said = question.is_open if stats is None else stats
+    behaviour = ChatOptions(most, think, hide_thinking, said, plain)
     if question.is_open and (as_json or not sys.stdout.isatty()):
         why = "--json answers once" if as_json else "standard output is not a terminal"
         raise UsageError(f"there is no prompt, and {why}", "give -p TEXT or -f FILE")
     launch = _Launch(options.find_model(model), engine, knobs, behaviour, profile)
     return launch.talk(question) if question.is_open else launch.answer(question, as_json)
-
-
-def _behaviour(predict: int | None, think: str, hide_thinking: bool, plain: bool) -> ChatOptions:
-    """Check the flags of how a chat behaves; raises `UsageError`."""
-    from seqmoe_cli.chat.session import ChatOptions
-    from seqmoe_cli.chat.template import THINK_CHOICES
-    from seqmoe_cli.text.sampling import Setting
-
-    options.check_predict(predict)
-    options.check_choice("--think", think, THINK_CHOICES)
-    origin = "default" if predict is None else "flag"
-    return ChatOptions(Setting(predict, origin), think, hide_thinking, plain=plain)
 
 
 class _Launch:

@@ -73,7 +73,8 @@ def convert(
     _check_chat(source)
     _describe(conversion)
     try:
-        outcome = _run(conversion)
+        with progress_bars() as report:
+            outcome = conversion.run(lambda done, total: report("converting", done, total))
     except KeyboardInterrupt:
         _note(f"interrupted; run the same command again to go on from here: {target}")
         raise typer.Exit(130) from None
@@ -111,11 +112,6 @@ def _describe(conversion: Conversion) -> None:
         readable_size, (packer.resident_bytes, packer.records_bytes, conversion.free_bytes)
     )
     _note(f"size    {resident} resident + {experts} experts; {free} of disk free")
-
-
-def _run(conversion: Conversion) -> str:
-    with progress_bars() as report:
-        return conversion.run(lambda done, total: report("converting", done, total))
 
 
 def _note(text: str) -> None:

@@ -180,21 +180,19 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command that gets flags in groups, as typer wants it: a parameter that is one of `_GROUPS`
     becomes the flags of that group, in its place."""
     signature = inspect.signature(command, eval_str=True)
-    wanted = {p.name: p.annotation for p in signature.parameters.values()}
+    groups = {
+        p.name: p.annotation for p in signature.parameters.values() if p.annotation in _GROUPS
+    }
     flags: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        if parameter.annotation in _GROUPS:
-            flags += inspect.signature(parameter.annotation, eval_str=True).parameters.values()
-        else:
-            flags.append(parameter)
+    for name, parameter in signature.parameters.items():
+        group = groups.get(name)
+        inside = inspect.signature(group, eval_str=True).parameters if group else {name: parameter}
+        flags += inside.values()
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
-        for name, group in wanted.items():
-            if group in _GROUPS:
-                values[name] = group(
-                    **{field.name: values.pop(field.name) for field in fields(group)}
-                )
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return command(**values)
 
     keyword = inspect.Parameter.KEYWORD_ONLY

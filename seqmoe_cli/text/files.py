@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,14 @@ def parse_json(label: str, text: str, hint: str) -> object:
         raise PromptError(f"{label} is not JSON: {error}", hint) from error
 
 
+def read_checkpoint_file(path: Path, parse: Callable[[str], Any] = str) -> Any:
+    """What `parse` makes of a checkpoint's text file; raises `CheckpointError` naming the file."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", COPY_HINT) from error
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint, empty when the file is absent.
 
@@ -63,10 +72,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", COPY_HINT) from error
+    value = read_checkpoint_file(path, json.loads)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object", COPY_HINT)
     return value

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from seqmoe_cli.bench.blurred import ACCURACY, FORECAST, blurred_names, blurred_uses
+from seqmoe_cli.bench.recorded import ACCURACY, FORECAST, blurred_names, blurred_uses
 from seqmoe_cli.forecast.shipped import open_trace
 from seqmoe_cli.forecast.trace import DECODE
 
