@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,8 @@ from seqmoe_weights.errors import PackedModelError
 from seqmoe_weights.files import FileHashes, naming_os_errors, sync_folder, write_file, write_json
 from seqmoe_weights.manifest import MANIFEST_FILE, Manifest, is_predictor_file, read_manifest
 
-_HINT = "train it again: seqmoe train MODEL"
+RETRAIN = "train it again: seqmoe train MODEL"
 Tensors = dict[str, torch.Tensor]
-
-
-def predictor_file(files: Mapping[str, FileHashes]) -> str | None:
-    """The predictor among the files of a manifest."""
-    return next((name for name in files if is_predictor_file(name)), None)
 
 
 def attach_predictor(folder: Path, tensors: Tensors, metadata: dict[str, str]) -> str:
@@ -52,21 +46,6 @@ def attach_predictor(folder: Path, tensors: Tensors, metadata: dict[str, str]) -
     return name
 
 
-def read_predictor(folder: Path, files: Mapping[str, FileHashes]) -> tuple[Tensors, dict[str, str]]:
-    """Tensors and metadata of the predictor that a manifest names. Raises `PackedModelError` when
-    there is none, or it is missing or damaged."""
-    name = predictor_file(files)
-    if name is None:
-        raise PackedModelError(f"{folder} has no predictor", "make one with: seqmoe train MODEL")
-    try:
-        data = (folder / name).read_bytes()
-    except OSError as error:
-        raise PackedModelError(f"{name} is missing in {folder}", _HINT) from error
-    if FileHashes.of_bytes(data) != files[name]:
-        raise PackedModelError(f"{name} in {folder} is damaged (wrong SHA-256)", _HINT)
-    return from_bytes(data, folder / name)
-
-
 def to_bytes(tensors: Tensors, metadata: dict[str, str]) -> bytes:
     """A safetensors file."""
     return bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
@@ -79,4 +58,4 @@ def from_bytes(data: bytes, path: Path) -> tuple[Tensors, dict[str, str]]:
         size = int.from_bytes(data[:8], "little")
         return tensors, json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     except (SafetensorError, ValueError) as error:
-        raise PackedModelError(f"{path} is no predictor: {error}", _HINT) from error
+        raise PackedModelError(f"{path} is no predictor: {error}", RETRAIN) from error

@@ -85,30 +85,40 @@ class Destination:
             raise SeqmoeError(f"{path} is a broken link", "give another DST")
         if path.exists() and not path.is_dir():
             raise SeqmoeError(f"{path} is a file, not a folder", "give another DST")
-        found = cls(path)
+        found = cls(path, journal=Journal.read(path))
         if not path.exists():
             return found
-        raw = _raw_manifest(path)
-        found.journal = Journal.read(path)
-        if raw is not None:
-            try:
-                found.manifest = Manifest.from_json(raw)
-            except PackedModelError:
-                found.is_damaged = True
-        copied = _names_in(raw) | (found.journal.copies if found.journal else set())
+        listed = found._read_manifest() | (found.journal.copies if found.journal else set())
         for entry in sorted(path.iterdir()):
-            own = entry.is_file() and _is_own(entry.name, copied)
+            own = entry.is_file() and _is_own(entry.name, listed)
             (found.own_files if own else found.foreign_files).append(entry)
-        is_ours = raw is not None or found.journal is not None
-        if not is_ours and not found.foreign_files and _holds_weights(found.own_files):
+        is_ours = found.is_damaged or found.manifest is not None or found.journal is not None
+        names = {entry.name for entry in found.own_files}
+        holds_weights = any(name == RESIDENT_FILE or is_experts_file(name) for name in names)
+        if not is_ours and not found.foreign_files and holds_weights:
             is_ours = found.is_damaged = True  # packed, but for a manifest that can be read
-        names = {entry.name for entry in found.own_files + found.foreign_files}
+        names |= {entry.name for entry in found.foreign_files}
         if not is_ours and names - {JOURNAL_FILE + PART_SUFFIX}:
             raise SeqmoeError(
                 f"{path} is not empty and holds no packed model",
                 "give a new or empty folder as DST; nothing in it was touched",
             )
         return found
+
+    def _read_manifest(self) -> set[str]:
+        """Read what there is of a manifest; the names of the files that it lists."""
+        try:
+            raw = read_manifest(self.path) or {}
+        except PackedModelError:
+            return set()
+        if raw.get("format") != FORMAT:
+            return set()
+        try:
+            self.manifest = Manifest.from_json(raw)
+        except PackedModelError:
+            self.is_damaged = True
+        files = raw.get("files")
+        return set(files) if isinstance(files, dict) else set()
 
     def refuse_foreign_files(self) -> None:
         """Nothing that somebody else put there is deleted or mixed with another model."""
@@ -125,23 +135,6 @@ class Destination:
             if file.name not in kept:
                 file.unlink(missing_ok=True)
         sync_folder(self.path)
-
-
-def _raw_manifest(path: Path) -> dict[str, Any] | None:
-    try:
-        raw = read_manifest(path)
-    except PackedModelError:
-        return None
-    return raw if raw is not None and raw.get("format") == FORMAT else None
-
-
-def _holds_weights(files: list[Path]) -> bool:
-    return any(file.name == RESIDENT_FILE or is_experts_file(file.name) for file in files)
-
-
-def _names_in(raw: dict[str, Any] | None) -> set[str]:
-    files = raw.get("files") if raw is not None else None
-    return set(files) if isinstance(files, dict) else set()
 
 
 def _is_own(name: str, listed: set[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from seqmoe_weights.attachment import predictor_file, read_predictor
+from seqmoe_weights.attachment import RETRAIN, from_bytes
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError, SeqmoeError
 from seqmoe_weights.families import find_family, read_config
@@ -88,7 +88,7 @@ class PackedModel:
     @property
     def predictor(self) -> str | None:
         """Name of the file with the predictor; None without one."""
-        return predictor_file(self.files)
+        return next((name for name in self.files if is_predictor_file(name)), None)
 
     @property
     def records_bytes(self) -> int:
@@ -137,7 +137,18 @@ class PackedModel:
     def load_predictor(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors and metadata of the predictor, on the CPU. Raises `PackedModelError` when there
         is none, or it is missing or damaged."""
-        return read_predictor(self.path, self.files)
+        if self.predictor is None:
+            raise PackedModelError(
+                f"{self.path} has no predictor", "make one with: seqmoe train MODEL"
+            )
+        file = self.path / self.predictor
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise PackedModelError(f"{file.name} is missing in {self.path}", RETRAIN) from error
+        if FileHashes.of_bytes(data) != self.files[file.name]:
+            raise _damaged(file, hint=RETRAIN)
+        return from_bytes(data, file)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Read everything; raises `PackedModelError` naming file, layer and expert on damage."""
@@ -163,9 +174,9 @@ class PackedModel:
         return safe_open(path, framework="pt")
 
 
-def _damaged(file: Path, what: str = "") -> PackedModelError:
+def _damaged(file: Path, what: str = "", hint: str = _REPAIR) -> PackedModelError:
     message = f"{file.name} in {file.parent} is damaged{what} (wrong SHA-256)"
-    return PackedModelError(message, _REPAIR)
+    return PackedModelError(message, hint)
 
 
 def damaged_record(file: Path, layer: int, expert: int) -> PackedModelError:

@@ -7,8 +7,9 @@ import ctypes
 import hashlib
 import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +44,23 @@ class HostStore:
     def allocate(
         cls, num_records: int, record_bytes: int, pin: bool, progress: Progress | None = None
     ) -> HostStore:
-        """Zeroed records to be filled by the caller. Raises `ResourceError` with numbers when the
-        host has not that much memory, or when it cannot be pinned."""
-        store = cls(_allocate(num_records, record_bytes))
+        """Zeroed records to be filled by the caller, at a 2 MiB boundary, huge pages asked for.
+        Raises `ResourceError` with numbers when the host has not that much memory, or when it
+        cannot be pinned."""
+        num_bytes, available = num_records * record_bytes, available_host_bytes()
+        if num_bytes + _MARGIN_BYTES > available:
+            raise ResourceError(
+                f"not enough host RAM for the experts: {readable_size(num_bytes)} and a margin of "
+                f"{readable_size(_MARGIN_BYTES)} needed, {readable_size(available)} available",
+                "close other programs, or convert the model with --quantize fp8 to halve BF16 "
+                "experts",
+            )
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+        store = cls(flat.view(num_records, record_bytes))
         if pin:
             store.pin(progress)
         return store
@@ -57,19 +72,14 @@ class HostStore:
         Raises `PackedModelError` naming file, layer and expert on damage, `ResourceError` with
         numbers when memory is short. `progress` counts the bytes read, then those pinned.
         """
-        config, record_bytes = packed.config, packed.record_bytes
-        store = cls(_allocate(config.num_routed_experts, record_bytes))
+        num_records = packed.config.num_routed_experts
+        store = cls.allocate(num_records, packed.record_bytes, pin=False)
         meter = Meter(store.records.nbytes, progress)
         threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
         try:
-            reads = [
-                threads.submit(_read_record, packed, layer, expert, store.records)
-                for layer in range(config.num_hidden_layers)
-                for expert in range(config.num_experts)
-            ]
-            for read in as_completed(reads):
-                read.result()
-                meter.add(record_bytes)
+            read = partial(_read_record, packed, store.records)
+            for _ in threads.map(read, range(num_records)):
+                meter.add(packed.record_bytes)
         finally:
             threads.shutdown(cancel_futures=True)
         if pin:
@@ -108,28 +118,11 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _allocate(num_records: int, record_bytes: int) -> torch.Tensor:
-    """Anonymous memory [num_records, record_bytes] at a 2 MiB boundary, huge pages asked for."""
-    num_bytes = num_records * record_bytes
-    available = available_host_bytes()
-    if num_bytes + _MARGIN_BYTES > available:
-        raise ResourceError(
-            f"not enough host RAM for the experts: {readable_size(num_bytes)} and a margin of "
-            f"{readable_size(_MARGIN_BYTES)} needed, {readable_size(available)} available",
-            "close other programs, or convert the model with --quantize fp8 to halve BF16 experts",
-        )
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
-    return flat.view(num_records, record_bytes)
-
-
-def _read_record(packed: PackedModel, layer: int, expert: int, records: torch.Tensor) -> None:
+def _read_record(packed: PackedModel, records: torch.Tensor, flat_id: int) -> None:
     """Fill one row of `records`. Reading and hashing both release the GIL."""
+    layer, expert = divmod(flat_id, packed.config.num_experts)
     path, hashes = packed.records_file(layer)
-    view = bytes_of(records[layer * packed.config.num_experts + expert])
+    view = bytes_of(records[flat_id])
     try:
         with path.open("rb") as file:
             file.seek(expert * len(view))
