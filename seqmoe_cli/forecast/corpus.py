@@ -55,7 +55,7 @@ class Corpus:
 
     @property
     def num_targets(self) -> int:
-        """Tokens whose routing is to be foretold."""
+        """Tokens of answers: their routing is learned or judged."""
         return int(self.decode.sum())
 
     def used(self, index: Tensor) -> Tensor:

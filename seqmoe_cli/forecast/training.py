@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqmoe_cli.errors import SeqmoeError
 from seqmoe_cli.forecast.corpus import Batch, Corpus
-from seqmoe_cli.forecast.predictor import Predictor, State
+from seqmoe_cli.forecast.predictor import Predictor, PredictorShape, State
 from seqmoe_weights.files import replacing
 
 _WINDOW_WEIGHTS = (1.0, 0.5, 0.5, 0.5)
@@ -79,8 +79,8 @@ class Training:
             self._load(checkpoint)
 
     def run(self, tell: Callable[[Progress], None] | None = None) -> Predictor:
-        """Train to the end; the predictor then is the best that there was. `tell` is told of every
-        batch."""
+        """Train to the end; the predictor then is the best that there was. `tell` is called after
+        every batch."""
         plan, state = self.plan, self._state
         per_batch = max(plan.batch_tokens // plan.length, 1)
         began = time.perf_counter() - state["seconds"]
@@ -185,7 +185,7 @@ class Training:
         hint = "remove it, or give another --checkpoint"
         try:
             whole = torch.load(path, map_location=self._device, weights_only=True)
-            if whole["shape"] != self.predictor.shape.as_dict():
+            if PredictorShape.from_dict(whole["shape"]) != self.predictor.shape:
                 raise SeqmoeError(f"{path} is of a predictor of another shape", hint)
             self.predictor.load_state_dict(whole["predictor"])
             self._optimizer.load_state_dict(whole["optimizer"])
