@@ -83,7 +83,7 @@ class Chat:
             self.fail(error)
         exchange = exchange or replaced
         if exchange is not None:
-            self.session.add(exchange)
+            self.session.exchanges.append(exchange)
 
     def _answer(self, user: str, prompt: Prompt) -> Exchange | None:
         """Show the answer; None when it was stopped before it began."""

@@ -90,16 +90,9 @@ class Session:
         lost = len(whole.ids) - len(prompt.ids)
         return Prompt(prompt.ids, prompt.in_thought, count, lost)
 
-    def add(self, exchange: Exchange) -> None:
-        self.exchanges.append(exchange)
-
     def undo(self) -> Exchange | None:
         """Take the last exchange out; None when there is none."""
         return self.exchanges.pop() if self.exchanges else None
-
-    def clear(self) -> None:
-        """Forget every exchange; the system prompt stays."""
-        self.exchanges.clear()
 
     def set_think(self, think: str) -> None:
         """Set whether the model thinks; raises `PromptError` when the template cannot do that."""

@@ -63,7 +63,7 @@ def _exit(chat: Chat, argument: str) -> None:
 
 
 def _clear(chat: Chat, argument: str) -> None:
-    chat.session.clear()
+    chat.session.exchanges.clear()
     chat.say("forgot the conversation" + (", kept the system prompt" * bool(chat.session.system)))
 
 

@@ -18,10 +18,10 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from seqmoe_cli.chat.thinking import OPEN_TAG
 from seqmoe_cli.errors import CheckpointError, PromptError
 from seqmoe_cli.text.files import COPY_HINT, read_checkpoint_file, read_json_object
 
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 THINK_CHOICES = ("auto", "on", "off")
 _TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")

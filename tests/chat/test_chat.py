@@ -225,7 +225,7 @@ def test_help_names_every_command(talk: Talk) -> None:
     ],
 )
 def test_mistakes_change_nothing(talk: Talk, line: str, expected: str) -> None:
-    talk.chat.session.add(Exchange("a", "b"))
+    talk.chat.session.exchanges.append(Exchange("a", "b"))
     assert talk.run(line) == expected
     assert not talk.chat.leaving and talk.answers == ["b"]
 

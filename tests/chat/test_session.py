@@ -20,13 +20,13 @@ def _text(session: Session, ids: list[int]) -> str:
 
 
 def test_prompt_renders_the_conversation_without_thoughts(session: Session) -> None:
-    session.add(Exchange("hi", "hello", thought="they greet me"))
+    session.exchanges.append(Exchange("hi", "hello", thought="they greet me"))
     assert _text(session, session.prompt("bye", 1).ids) == (
         "<|im_start|>system\nBe kind.<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
         "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
     )
-    session.clear()
+    session.exchanges.clear()
     session.system = ""
     assert _text(session, session.prompt("x", 1).ids) == (
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
@@ -48,7 +48,7 @@ def test_think_reaches_the_template(session: Session) -> None:
 
 def test_oldest_exchanges_are_dropped_whole(session: Session) -> None:
     for n in range(8):
-        session.add(Exchange(f"question {n}", f"answer {n}", num_ctx=100))
+        session.exchanges.append(Exchange(f"question {n}", f"answer {n}", num_ctx=100))
     roomy = replace(session, ctx_size=4096, exchanges=session.exchanges[:])
     whole = len(roomy.prompt("now", 64).ids)
     assert len(roomy.exchanges) == 8
@@ -68,25 +68,25 @@ def test_oldest_exchanges_are_dropped_whole(session: Session) -> None:
 
 
 def test_a_message_that_never_fits_changes_nothing(session: Session) -> None:
-    session.add(Exchange("question", "answer"))
+    session.exchanges.append(Exchange("question", "answer"))
     with pytest.raises(PromptError, match=r"the prompt has \d+ tokens, the context holds 256"):
         session.prompt("long " * 300, 64)
     assert len(session.exchanges) == 1
 
 
 def test_the_last_message_may_use_the_room_of_the_answer(session: Session) -> None:
-    session.add(Exchange("question", "answer"))
+    session.exchanges.append(Exchange("question", "answer"))
     prompt = session.prompt("ab" * 80, 250)
     assert prompt.num_dropped == 1 and session.exchanges == []
 
 
 def test_undo_and_clear(session: Session) -> None:
     assert session.undo() is None and session.num_ctx == 0
-    session.add(Exchange("a", "b", num_ctx=40))
-    session.add(Exchange("c", "d", num_ctx=80))
+    session.exchanges.append(Exchange("a", "b", num_ctx=40))
+    session.exchanges.append(Exchange("c", "d", num_ctx=80))
     last = session.undo()
     assert last is not None and last.user == "c" and session.num_ctx == 40
-    session.clear()
+    session.exchanges.clear()
     assert session.exchanges == [] and session.system == "Be kind."
 
 

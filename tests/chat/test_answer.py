@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from seqmoe_cli.chat.thinking import ThinkSplitter
+from seqmoe_cli.chat.answer import ThinkSplitter
 
 CASES = [
     ("<think>\nso </ thi\n</think>\n\nHi <think> there", False, "so </ thi\n", "Hi <think> there"),
