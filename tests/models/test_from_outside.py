@@ -19,9 +19,8 @@ from seqmoe_kernels import expert_format, expert_mlp
 from seqmoe_kernels.formats.decode import decode_by_tiles
 from seqmoe_kernels.pool.resolve import Resolved
 from seqmoe_weights.convert import convert
-from seqmoe_weights.layout import RecordLayout
+from seqmoe_weights.layout import RecordLayout, pack_record, part_view
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.records import pack_record, part_view
 from tests.checkpoints import write_checkpoint
 from tests.models.outside import FAMILY, ExpertsFirst, IntRows
 
@@ -34,7 +33,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The three lines that an addition takes; taken back after each test."""
     monkeypatch.setattr(formats, "_formats", dict(formats._formats))
     monkeypatch.setattr(families, "_registered", {})
-    monkeypatch.setattr(models, "_registered", {})
+    monkeypatch.setattr(models, "_decoders", dict(models._decoders))
     formats.register(INT_ROWS)
     families.register(FAMILY)
     models.register(FAMILY.model_type, ExpertsFirst)

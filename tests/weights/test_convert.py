@@ -16,8 +16,8 @@ from seqmoe_kernels.formats import find_format
 from seqmoe_weights.convert import Conversion, convert
 from seqmoe_weights.errors import SeqmoeError
 from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.layout import part_view
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.records import part_view
 from tests.checkpoints import contents, write_checkpoint
 
 MODELS = [

@@ -7,8 +7,13 @@ import torch
 
 from seqmoe_kernels import dequantize
 from seqmoe_kernels.formats import find_format
-from seqmoe_weights.layout import PART_ALIGNMENT, RECORD_ALIGNMENT, RecordLayout
-from seqmoe_weights.records import pack_record, part_view
+from seqmoe_weights.layout import (
+    PART_ALIGNMENT,
+    RECORD_ALIGNMENT,
+    RecordLayout,
+    pack_record,
+    part_view,
+)
 
 encode = find_format("F8_E4M3").encode
 

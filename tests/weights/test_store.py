@@ -10,8 +10,8 @@ import torch
 
 from seqmoe_weights import store as store_module
 from seqmoe_weights.errors import ResourceError
+from seqmoe_weights.layout import part_view
 from seqmoe_weights.packed import PackedModel
-from seqmoe_weights.records import part_view
 from seqmoe_weights.store import HostStore
 
 Packed = Callable[..., Path]

@@ -11,7 +11,7 @@ class ModelConfig:
 
     Mixtral's `num_local_experts` and `intermediate_size` are read into `num_experts` and
     `moe_intermediate_size`. `family` is config.json's `model_type` and names the file in
-    `families/` here and in `seqmoe_cli/models/`.
+    `families/`.
     """
 
     family: str

@@ -12,9 +12,8 @@ import torch
 from seqmoe_kernels.formats import TORCH_DTYPES
 from seqmoe_weights.errors import CheckpointError
 from seqmoe_weights.files import Data, FileHashes, Meter, write_pieces
-from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout, StoredTensor
+from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout, StoredTensor, bytes_of, pack_record
 from seqmoe_weights.manifest import RESIDENT_FILE, experts_file
-from seqmoe_weights.records import bytes_of, pack_record
 from seqmoe_weights.source import Source, SourceTensor, TensorDigest
 
 _HEADER_ALIGNMENT = 64

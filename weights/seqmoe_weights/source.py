@@ -17,9 +17,8 @@ from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, either
 from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
 from seqmoe_weights.fields import Fields
-from seqmoe_weights.layout import StoredTensor
+from seqmoe_weights.layout import StoredTensor, bytes_of
 from seqmoe_weights.manifest import COPIED_FILES, REQUIRED_FILES
-from seqmoe_weights.records import bytes_of
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,9 +16,9 @@ import torch
 
 from seqmoe_weights.errors import PackedModelError, ResourceError
 from seqmoe_weights.files import Meter, Progress, readable_size
+from seqmoe_weights.layout import bytes_of
 from seqmoe_weights.memory import available_host_bytes
 from seqmoe_weights.packed import PackedModel, damaged_record
-from seqmoe_weights.records import bytes_of
 
 _HUGE_PAGE = 2 * 2**20
 _MARGIN_BYTES = 2**30  # left to the rest of the program and the machine
