@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.reading import read_gate_up
 from seqmoe_cli.bench.machine import Ceilings
-from seqmoe_cli.bench.traffic import count_kernels
+from seqmoe_cli.bench.measure import count_kernels
 from seqmoe_kernels import (
     READY,
     ExpertFormat,

@@ -1,16 +1,19 @@
-"""What a packed model is made of: parameters, resident tensors by group. Loads no weights."""
+"""What a model is made of: parameters, resident tensors by group, and what a decode step reads of
+it. Loads no weights."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import PackedModelError
-from seqmoe_weights.families import find_family
-from seqmoe_weights.layout import DTYPE_BYTES
+from seqmoe_weights.families import find_family, held_bytes
+from seqmoe_weights.layout import DTYPE_BYTES, RecordLayout
 from seqmoe_weights.manifest import RESIDENT_FILE
 from seqmoe_weights.packed import PackedModel
 
@@ -49,6 +52,23 @@ def count_params(config: ModelConfig) -> Params:
     expert = 3 * config.hidden_size * config.moe_intermediate_size
     used = config.num_hidden_layers * config.num_experts_per_tok
     return Params(resident + expert * config.num_routed_experts, resident + expert * used)
+
+
+def bytes_read_per_token(
+    config: ModelConfig, layouts: Sequence[RecordLayout], dtype: torch.dtype, context: float
+) -> int:
+    """Bytes that a step at a depth of `context` tokens cannot do without: all resident tensors but
+    the embedding, the experts that it uses, keys and values. Activations and the pool's bookkeeping
+    are left out; resident tensors that are not FP8 are held in `dtype`."""
+    resident = sum(
+        held_bytes(spec, config, dtype.itemsize)
+        for spec in find_family(config.family).resident_tensors(config)
+        if spec.role != "embedding" or config.tie_word_embeddings  # else one row of it
+    )
+    parts = [part for layout in layouts for part in layout.parts if part.name != "stamp"]
+    experts = config.num_experts_per_tok * sum(part.num_bytes for part in parts)
+    entries = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return resident + experts + round(context * entries * dtype.itemsize)
 
 
 def readable_count(number: int) -> str:

@@ -1,11 +1,15 @@
-"""Runs benchmark cases on an opened engine: the depth first, then the clock."""
+"""Runs benchmark cases on an opened engine: the depth first, then the clock. Counts the kernels
+that a decode step is made of."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.rows import Sample
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 COLD, WARM = "cold", "warm"
 Tell = Callable[[str], None]
+_KERNEL_NODE = 0  # of the types of a CUDA graph's nodes
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,38 @@ class Runs:
         greedy = SamplingParams(temperature=0)
         for _ in self.engine.generate(ids, greedy, max_tokens=1, stop_ids=()):
             pass
+
+
+def kernels_per_token(engine: Engine) -> int | None:
+    """Kernels of a captured decode step; None on a CPU, and where the driver does not say. The
+    engine must have decoded before, so that nothing is left to compile. Runs nothing."""
+    if engine.device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        engine.decoding.step()
+    try:
+        return count_kernels(graph)
+    except (OSError, RuntimeError):
+        return None
+
+
+def count_kernels(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels in a graph that was captured with `keep_graph`. OSError without a CUDA driver,
+    RuntimeError where it does not say."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        kinds.append(kind.value)
+    return kinds.count(_KERNEL_NODE)
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA driver reports error {error}")

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from seqmoe_cli.bench.inventory import count_params
+from seqmoe_cli.bench.inventory import bytes_read_per_token, count_params
 from seqmoe_cli.bench.machine import machine_facts
 from seqmoe_cli.bench.matrix import Case
-from seqmoe_cli.bench.measure import WARM, Runs, Tell
+from seqmoe_cli.bench.measure import WARM, Runs, Tell, kernels_per_token
 from seqmoe_cli.bench.recorded import FORECAST, RecordedRouting
 from seqmoe_cli.bench.rows import Measured, pool_name
 from seqmoe_cli.bench.source import Loaded, Source, opened
-from seqmoe_cli.bench.traffic import bytes_read_per_token, kernels_per_token
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.engine.forecaster import predictor_for
 from seqmoe_cli.engine.memory import HOST_MARGIN_BYTES, MemoryPlan, plan_memory

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _list_option(*names: str, help: str) -> Any:
-    return shown(*names, help=f"{help}; several with commas.")
+    return shown(*names[:-1], f"{names[-1]} LIST", help=f"{help}; several with commas.")
 
 
 _Shape = Annotated[
@@ -44,17 +44,15 @@ _Gens = Annotated[
     ),
 ]
 _Depths = Annotated[
-    str, _list_option("-d", "--n-depth LIST", help="Tokens of context before those timed")
+    str, _list_option("-d", "--n-depth", help="Tokens of context before those timed")
 ]
-_Pools = Annotated[
-    str, _list_option("--pool LIST", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")
-]
+_Pools = Annotated[str, _list_option("--pool", help="Pool sizes: auto, all, 45%, 2GiB or 64slots")]
 _Prefetches = Annotated[
     str,
-    _list_option("--prefetch LIST", help=f"Copies before they are needed: {', '.join(PREFETCHES)}"),
+    _list_option("--prefetch", help=f"Copies before they are needed: {', '.join(PREFETCHES)}"),
 ]
 _Policies = Annotated[
-    str, _list_option("--policy LIST", help=f"Eviction policies: {', '.join(POLICIES)}")
+    str, _list_option("--policy", help=f"Eviction policies: {', '.join(POLICIES)}")
 ]
 _Predictor = Annotated[
     Path | None, flag("--predictor FILE", help="A predictor to take instead of the model's own.")
