@@ -99,11 +99,16 @@ def train(
         if path is not None:
             options.check_output(name, path)
     from seqmoe_cli.engine.device import choose_placement
-    from seqmoe_cli.forecast.corpus import divide
+    from seqmoe_cli.forecast.corpus import divide, joined
+    from seqmoe_cli.forecast.shipped import open_trace
+    from seqmoe_weights.packed import PackedModel
 
-    packed = _open(model)
+    packed = PackedModel.open(options.find_model(model)) if model else None
     device = choose_placement(settings).device
-    whole = _traces(trace) if trace else _own_text(packed, settings, tokens, seed or 0)
+    if trace:
+        whole = joined([open_trace(name) for name in trace])
+    else:
+        whole = _own_text(packed, settings, tokens, seed or 0)
     if record:
         whole.save(record)
     learned, judged = divide(whole)
@@ -126,19 +131,6 @@ def train(
         _note_uses(packed, learned)
     where = output or (packed.path if packed else "")
     _print(found, as_json, f"{where}: a predictor of {num_bytes:,} bytes", done)
-
-
-def _open(model: str | None) -> PackedModel | None:
-    from seqmoe_weights.packed import PackedModel
-
-    return PackedModel.open(options.find_model(model)) if model else None
-
-
-def _traces(names: list[str]) -> Trace:
-    from seqmoe_cli.forecast.corpus import joined
-    from seqmoe_cli.forecast.shipped import open_trace
-
-    return joined([open_trace(name) for name in names])
 
 
 def _own_text(packed: PackedModel | None, settings: EngineOptions, tokens: int, seed: int) -> Trace:
