@@ -100,7 +100,7 @@ class TokenRing:
     device writes, numbered without end.
 
     `next_number` is the number of the next entry that will be asked of the device. An entry that
-    nobody takes is overwritten one day.
+    is not taken is overwritten one day.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -295,7 +295,7 @@ class Engine:
         self._context.replayed = routing
 
     def reset_pool(self) -> None:
-        """Make the pool cold, and forget what was foreseen for it."""
+        """Make the pool cold, and forget what was forecast for it."""
         self.pool.reset()
         if self.forecaster is not None:
             self.forecaster.reset()

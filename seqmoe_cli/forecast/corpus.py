@@ -166,16 +166,16 @@ def joined(traces: Sequence[Trace]) -> Trace:
     )
 
 
-def check_fits(trace: Trace, shape: tuple[int, int, int], vocab_size: int, whose: str) -> None:
+def check_fits(trace: Trace, shape: tuple[int, int, int], vocab_size: int, of: str) -> None:
     """Raise `SeqmoeError` for a trace of another shape (layers, experts of a layer, used of them),
     or with token ids of `vocab_size` or more, if that is not 0."""
     found = (trace.num_layers, trace.num_experts, trace.top_k)
     largest = 0 if trace.token_ids is None else int(trace.token_ids.max(initial=0))
     if found != shape:
         layers = "{} layers of {} experts, {} used"
-        problem = f"{layers.format(*found)}; {whose} {layers.format(*shape)}"
+        problem = f"{layers.format(*found)}; {of} {layers.format(*shape)}"
     elif 0 < vocab_size <= largest:
-        problem = f"the token id {largest}; {whose} {vocab_size:,} tokens"
+        problem = f"the token id {largest}; {of} {vocab_size:,} tokens"
     else:
         return
     raise SeqmoeError(f"the trace of {trace.model} has {problem}", "give a trace of the same model")

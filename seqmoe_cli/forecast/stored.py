@@ -31,7 +31,7 @@ class StoredPredictor:
 
     def check_model(self, of: str, weights_sha256: str | None) -> None:
         """Raise `SeqmoeError` if it was trained for other weights; where either is not known, there
-        is nothing to compare. `of` says whose the weights are."""
+        is nothing to compare. `of` names their model."""
         trained = self.facts.get("weights_sha256")
         if None not in (trained, weights_sha256) and trained != weights_sha256:
             raise SeqmoeError(
@@ -41,7 +41,7 @@ class StoredPredictor:
             )
 
     def check_trace(self, trace: Trace) -> None:
-        """Raise `SeqmoeError` for a trace of other weights, or one that it cannot foresee."""
+        """Raise `SeqmoeError` for a trace of other weights, or one that it cannot forecast."""
         self.check_model(f"{trace.model} in the trace", trace.weights_sha256)
         check_trace(self.predictor, trace)
 

@@ -60,10 +60,9 @@ class ExpertPool:
     """`num_slots` slots of one record each on `device`, filled from `records`.
 
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
-    expert id. `policy` says who is the victim of a miss: the expert whose last use is longest ago
-    ("lru"), or with the smallest decayed count of uses ("decayed"; "forecast" too, as long as
-    nothing is foreseen); see `policies`. With `stamps`,
-    every slot that is handed out is verified; else that costs nothing.
+    expert id. The `policy` chooses the victim of a miss: the expert whose last use is longest
+    ago ("lru"), or the one with the smallest decayed count of uses ("decayed"; "forecast" too, while
+    there is no forecast); see `policies`. With `stamps` every slot that is handed out is verified.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class ExpertPool:
         return values
 
     def disown(self) -> None:
-        """Copies that are under way are for nobody from now on: a slot is empty once its copy has
+        """Copies that are under way belong to no expert from now on: a slot is empty once its copy has
         landed. For events that do not take note of copies, and would fetch the same expert."""
         self.state.owner.masked_fill_(self.state.state == FETCHING, -1)
 
@@ -178,7 +177,7 @@ class ExpertPool:
         on counting."""
         state = self.state
         state.slot_of.fill_(-1)
-        state.owner.fill_(-1)  # so what lands belongs to nobody
+        state.owner.fill_(-1)  # so what lands belongs to no expert
         state.state.masked_fill_(state.state != FETCHING, EMPTY)
         state.score.fill_(-1)
         state.usage.zero_()

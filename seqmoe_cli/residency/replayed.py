@@ -24,7 +24,7 @@ class ReplayedRouting:
     ) -> None:
         """`ids` [steps, L, K], of any integer type: distinct experts of each layer, best first.
         `named` [steps, L, D, n]: what each layer says that the D next ones will use, -1 for none.
-        `expected` [steps, N]: how often each expert will be used in a step, as foreseen.
+        `expected` [steps, N]: how often each expert is forecast to be used in a step.
         `tokens` [steps]: the token that each step evaluated.
         """
         step = torch.zeros(1, dtype=torch.int64, device=device)
