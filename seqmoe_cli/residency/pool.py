@@ -62,7 +62,8 @@ class ExpertPool:
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
     expert id. The `policy` chooses the victim of a miss: the expert whose last use is longest
     ago ("lru"), or the one with the smallest decayed count of uses ("decayed"; "forecast" too,
-    while there is no forecast); see `policies`. With `stamps` every slot that is handed out is verified.
+    while there is no forecast); see `policies`. With `stamps` every slot that is handed
+    out is verified.
     """
 
     def __init__(
@@ -169,7 +170,8 @@ class ExpertPool:
 
     def disown(self) -> None:
         """Copies that are under way belong to no expert from now on: a slot is empty once its
-        copy has landed. For events that do not take note of copies, and would fetch the same expert."""
+        copy has landed. For events that do not take note of copies, and would fetch
+        the same expert."""
         self.state.owner.masked_fill_(self.state.state == FETCHING, -1)
 
     def reset(self) -> None:
