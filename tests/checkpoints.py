@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from seqmoe_weights.convert import convert
-from seqmoe_weights.families import TensorSpec, family_of, read_config, scale_spec
+from seqmoe_weights.families import TensorSpec, find_family, read_config, scale_spec
 
 VOCAB_SIZE = 320  # every id is a token: 256 bytes, merges, 5 added tokens
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -141,7 +141,7 @@ def _config(family: str, fp8: bool, tie: bool, overrides: dict[str, Any]) -> dic
 
 def _plain_modules(config: dict[str, Any]) -> list[str]:
     roles = ("attention_norm", "mlp_norm", "router")
-    specs = family_of(config).resident_tensors(read_config(config))
+    specs = find_family(config["model_type"]).resident_tensors(read_config(config))
     layers = [spec.name.removesuffix(".weight") for spec in specs if spec.role in roles]
     return ["lm_head", *layers]
 
@@ -149,8 +149,7 @@ def _plain_modules(config: dict[str, Any]) -> list[str]:
 def _tensors(
     config: dict[str, Any], scale_dtype: str, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    family = family_of(config)
-    model = family.read_config(config)
+    family, model = find_family(config["model_type"]), read_config(config)
     dtype = _DTYPES[config["torch_dtype"]]
     specs = family.resident_tensors(model)
     specs.sort(key=lambda spec: spec.role in ("q_norm", "k_norm"))

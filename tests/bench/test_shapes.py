@@ -17,7 +17,7 @@ from seqmoe_cli.engine.memory import plan_memory
 from seqmoe_cli.errors import UsageError
 from seqmoe_cli.forecast.recorder import TraceRecorder
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
-from seqmoe_weights.families import family_of
+from seqmoe_weights.families import find_family
 
 TINY = find_shape("tiny")
 SMALL = [TINY, Shape("tiny-fp8", replace(TINY.config, dense_format="FP8"))]
@@ -78,7 +78,7 @@ def test_records_are_finite_distinct_and_stamped(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 def test_resident_tensors_are_those_of_the_family(shape: Shape) -> None:
     weights = random_tensors(shape, torch.bfloat16, CPU)
-    specs = family_of({"model_type": shape.config.family}).resident_tensors(shape.config)
+    specs = find_family(shape.config.family).resident_tensors(shape.config)
     for spec in specs:
         tensor = weights.pop(spec.name)
         assert tensor.shape == spec.shape

@@ -4,7 +4,6 @@ that docs/architecture.md gives."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -79,9 +78,9 @@ class IntRows(Format):
         return dtype
 
 
-def _read_config(config: dict[str, Any]) -> ModelConfig:
+def _read_config(fields: Fields) -> ModelConfig:
     return read_decoder(
-        Fields(config),
+        fields,
         experts="n_experts",
         inter="expert_size",
         default_kv_heads=True,

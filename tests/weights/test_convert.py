@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from seqmoe_kernels.formats import find_format
 from seqmoe_weights.convert import Conversion, convert
 from seqmoe_weights.errors import SeqmoeError
-from seqmoe_weights.families import family_of, scale_spec
+from seqmoe_weights.families import find_family, scale_spec
 from seqmoe_weights.layout import part_view
 from seqmoe_weights.packed import PackedModel
 from tests.checkpoints import contents, write_checkpoint
@@ -39,7 +39,7 @@ def records(packed: PackedModel, layer: int) -> torch.Tensor:
 
 def check_against_source(source: Path, packed: PackedModel, quantized: bool) -> None:
     tensors = load_file(source / "model.safetensors")
-    config, family = packed.config, family_of({"model_type": packed.config.family})
+    config, family = packed.config, find_family(packed.config.family)
     for layer in range(config.num_hidden_layers):
         rows = records(packed, layer)
         assert len(rows) == config.num_experts

@@ -10,7 +10,6 @@ import pytest
 
 from seqmoe_weights.errors import CheckpointError, UnsupportedError
 from seqmoe_weights.families import (
-    family_of,
     find_family,
     read_config,
     register,
@@ -88,16 +87,16 @@ def test_qwen3_30b_fp8_as_published() -> None:
 
 
 def test_names_of_mixtral_and_olmoe(raw: dict[str, dict[str, Any]]) -> None:
-    mixtral = family_of(raw["mixtral"])
-    parts = mixtral.expert_tensors(mixtral.read_config(raw["mixtral"]), 1, 2)
+    mixtral = find_family("mixtral")
+    parts = mixtral.expert_tensors(read_config(raw["mixtral"]), 1, 2)
     prefix = "model.layers.1.block_sparse_moe.experts.2"
     assert {part: spec.name for part, spec in parts.items()} == {
         "gate": f"{prefix}.w1.weight",
         "up": f"{prefix}.w3.weight",
         "down": f"{prefix}.w2.weight",
     }
-    olmoe = family_of(raw["olmoe"])
-    resident = {s.name: s.shape for s in olmoe.resident_tensors(olmoe.read_config(raw["olmoe"]))}
+    olmoe = find_family("olmoe")
+    resident = {s.name: s.shape for s in olmoe.resident_tensors(read_config(raw["olmoe"]))}
     assert resident["model.layers.0.self_attn.q_norm.weight"] == (128,)
     assert resident["model.layers.0.self_attn.k_norm.weight"] == (64,)
 

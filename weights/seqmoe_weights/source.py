@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.errors import CheckpointError, either
-from seqmoe_weights.families import Family, TensorSpec, family_of, scale_spec
+from seqmoe_weights.families import TensorSpec, find_family, read_config, scale_spec
 from seqmoe_weights.fields import Fields
 from seqmoe_weights.layout import StoredTensor, bytes_of
 from seqmoe_weights.manifest import COPIED_FILES, REQUIRED_FILES
@@ -66,8 +67,8 @@ class Source:
         self.path = path
         self.small_files = _read_small_files(path)
         raw = _parse_object(self.small_files["config.json"], "config.json")
-        self.family: Family = family_of(raw)
-        self.config: ModelConfig = self.family.read_config(raw)
+        self.config: ModelConfig = read_config(raw)
+        self.family = find_family(self.config.family)
         self._plain_modules = _plain_modules(raw)
         self._files: dict[str, Any] = {}
         self.tensors = self._read_headers()
@@ -199,19 +200,17 @@ def _plain_modules(raw: dict[str, Any]) -> set[str]:
     return set(quantization.texts("modules_to_not_convert")) if quantization is not None else set()
 
 
-def _shards(path: Path) -> dict[str, list[str] | None]:
+def _shards(path: Path) -> Mapping[str, list[str] | None]:
     """Weight files and the tensors to take from each; None means all that it holds."""
     if (path / _INDEX).is_file():
         index = _parse_object((path / _INDEX).read_bytes(), _INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise CheckpointError(f"{_INDEX}: field weight_map is missing or empty", _DAMAGED)
-        shards: dict[str, list[str] | None] = {}
+        shards: dict[str, list[str]] = {}
         for tensor, file in sorted(index.items()):
             if not isinstance(file, str) or os.path.basename(file) != file:
                 raise CheckpointError(f"{_INDEX}: {tensor} is in {file!r}, no file name", _DAMAGED)
-            names = shards.setdefault(file, [])
-            assert names is not None
-            names.append(tensor)
+            shards.setdefault(file, []).append(tensor)
         return shards
     if not (path / _SINGLE).is_file():
         raise CheckpointError(

@@ -74,7 +74,7 @@ class Family:
     """
 
     model_type: str
-    read_config: Callable[[dict[str, Any]], ModelConfig]
+    read_config: Callable[[Fields], ModelConfig]
     weights: Mapping[str, Weight]
 
     def resident_tensors(self, config: ModelConfig) -> list[TensorSpec]:
@@ -128,21 +128,14 @@ def find_family(model_type: str) -> Family:
     return family
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """The family of a parsed config.json, by its `model_type`.
-
-    Raises `CheckpointError` when the field is missing, `UnsupportedError` for an unknown family.
-    """
-    return find_family(Fields(config).text("model_type"))
-
-
 def read_config(config: dict[str, Any]) -> ModelConfig:
     """Read a parsed config.json, of whatever family.
 
     Raises `CheckpointError` for a missing or ill-typed field and `UnsupportedError`, both naming
     the field, for a value that is not implemented.
     """
-    return family_of(config).read_config(config)
+    fields = Fields(config)
+    return find_family(fields.text("model_type")).read_config(fields)
 
 
 def scale_spec(weight: TensorSpec) -> TensorSpec:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.families import Family
 from seqmoe_weights.families._common import decoder_weights, read_decoder, refuse_sliding_window
 from seqmoe_weights.fields import Fields
 
 
-def _read_config(config: dict[str, Any]) -> ModelConfig:
-    fields = Fields(config)
+def _read_config(fields: Fields) -> ModelConfig:
     refuse_sliding_window(fields)
     return read_decoder(
         fields,

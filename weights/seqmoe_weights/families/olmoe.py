@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from seqmoe_weights.config import ModelConfig
 from seqmoe_weights.families import Family
 from seqmoe_weights.families._common import decoder_weights, qk_norms, read_decoder
 from seqmoe_weights.fields import Fields
 
 
-def _read_config(config: dict[str, Any]) -> ModelConfig:
-    fields = Fields(config)
+def _read_config(fields: Fields) -> ModelConfig:
     return read_decoder(
         fields,
         experts="num_experts",
