@@ -37,16 +37,9 @@ class Journal:
     sources: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        write_json(
-            folder / JOURNAL_FILE,
-            {
-                "format": f"{FORMAT}-conversion",
-                "quantize": self.quantize,
-                "fingerprint": self.fingerprint,
-                "finished": {name: hashes.as_json() for name, hashes in self.finished.items()},
-                "sources": self.sources,
-            },
-        )
+        finished = {name: hashes.as_json() for name, hashes in self.finished.items()}
+        value = vars(self) | {"format": f"{FORMAT}-conversion", "finished": finished}
+        write_json(folder / JOURNAL_FILE, value)
 
     @classmethod
     def read(cls, folder: Path) -> Journal | None:

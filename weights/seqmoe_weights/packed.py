@@ -220,10 +220,8 @@ def _read_config(path: Path, manifest: Manifest) -> tuple[ModelConfig, tuple[Rec
 
 
 def _not_packed(path: Path) -> PackedModelError:
-    message, hint = (
-        f"{path} is not a packed model (no {MANIFEST_FILE})",
-        "give the DST of a seqmoe convert",
-    )
+    message = f"{path} is not a packed model (no {MANIFEST_FILE})"
+    hint = "give the DST of a seqmoe convert"
     if not path.is_dir():
         message, hint = f"{path} is not a folder", "give the folder of a packed model"
     elif (path / JOURNAL_FILE).exists():

@@ -23,7 +23,6 @@ from seqmoe_weights.manifest import COPIED_FILES, REQUIRED_FILES
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DAMAGED = "the checkpoint is damaged or incomplete; download it again"
 # A value is NaN or infinite when all of these bits are set (E4M3 has no infinity).
 _NOT_FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F8_E4M3": (np.uint8, 0x7F),
@@ -108,13 +107,11 @@ class Source:
         try:
             data: torch.Tensor = self._files[tensor.file].get_tensor(tensor.name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name} cannot be read ({error})", _DAMAGED
+            raise _damaged(
+                f"{tensor.file}: tensor {tensor.name} cannot be read ({error})"
             ) from error
         if not _is_finite(data, tensor.dtype):
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values", _DAMAGED
-            )
+            raise _damaged(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values")
         digest.add(tensor, data)
         return data
 
@@ -124,14 +121,14 @@ class Source:
             present = self._open(file)
             for name in wanted if wanted is not None else present:
                 if name not in present:
-                    raise CheckpointError(f"{file}: tensor {name} is missing", _DAMAGED)
+                    raise _damaged(f"{file}: tensor {name} is missing")
                 tensors[name] = present[name]
         return tensors
 
     def _open(self, file: str) -> dict[str, SourceTensor]:
         path = self.path / file
         if not path.is_file():
-            raise CheckpointError(f"{file} is missing in {self.path}", _DAMAGED)
+            raise _damaged(f"{file} is missing in {self.path}")
         try:
             handle: Any = safe_open(path, framework="pt")
             self._files[file] = handle
@@ -141,13 +138,13 @@ class Source:
                 for name, piece in slices.items()
             }
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error})", _DAMAGED) from error
+            raise _damaged(f"{file} cannot be read ({error})") from error
 
     def _find(self, spec: TensorSpec) -> SourceTensor:
         tensor = self.tensors.get(spec.name)
         if tensor is None:
             where = _INDEX if len(self._files) > 1 else next(iter(self._files))
-            raise CheckpointError(f"{where}: tensor {spec.name} is missing", _DAMAGED)
+            raise _damaged(f"{where}: tensor {spec.name} is missing")
         if tensor.shape != spec.shape:
             raise _contradiction(tensor, f"shape {list(tensor.shape)}, not {list(spec.shape)}")
         return tensor
@@ -159,6 +156,10 @@ class Source:
         names = {".".join(words[:end]) for end in range(1, len(words) + 1)}
         names |= {".".join(words[start:]) for start in range(len(words))}
         return names.isdisjoint(self._plain_modules)
+
+
+def _damaged(what: str) -> CheckpointError:
+    return CheckpointError(what, "the checkpoint is damaged or incomplete; download it again")
 
 
 def _read_small_files(path: Path) -> dict[str, bytes]:
@@ -177,11 +178,11 @@ def _read_small_files(path: Path) -> dict[str, bytes]:
         if name.endswith(".json"):
             _parse_object(data, name)
     if not isinstance(_parse_object(files["tokenizer.json"], "tokenizer.json").get("model"), dict):
-        raise CheckpointError("tokenizer.json: field model is missing or not an object", _DAMAGED)
+        raise _damaged("tokenizer.json: field model is missing or not an object")
     try:
         files.get("chat_template.jinja", b"").decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"chat_template.jinja is not UTF-8 ({error})", _DAMAGED) from error
+        raise _damaged(f"chat_template.jinja is not UTF-8 ({error})") from error
     return files
 
 
@@ -189,9 +190,9 @@ def _parse_object(data: bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is not valid JSON ({error})", _DAMAGED) from error
+        raise _damaged(f"{name} is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{name} is not a JSON object", _DAMAGED)
+        raise _damaged(f"{name} is not a JSON object")
     return value
 
 
@@ -205,11 +206,11 @@ def _shards(path: Path) -> Mapping[str, list[str] | None]:
     if (path / _INDEX).is_file():
         index = _parse_object((path / _INDEX).read_bytes(), _INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise CheckpointError(f"{_INDEX}: field weight_map is missing or empty", _DAMAGED)
+            raise _damaged(f"{_INDEX}: field weight_map is missing or empty")
         shards: dict[str, list[str]] = {}
         for tensor, file in sorted(index.items()):
             if not isinstance(file, str) or os.path.basename(file) != file:
-                raise CheckpointError(f"{_INDEX}: {tensor} is in {file!r}, no file name", _DAMAGED)
+                raise _damaged(f"{_INDEX}: {tensor} is in {file!r}, no file name")
             shards.setdefault(file, []).append(tensor)
         return shards
     if not (path / _SINGLE).is_file():
@@ -232,9 +233,7 @@ def _check_dtype(tensor: SourceTensor, allowed: tuple[str, ...]) -> None:
 
 
 def _contradiction(tensor: SourceTensor, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{tensor.file}: tensor {tensor.name} contradicts config.json: {what}", _DAMAGED
-    )
+    return _damaged(f"{tensor.file}: tensor {tensor.name} contradicts config.json: {what}")
 
 
 def _is_finite(data: torch.Tensor, dtype: str) -> bool:
