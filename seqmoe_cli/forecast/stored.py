@@ -15,7 +15,7 @@ from seqmoe_cli.forecast.predictions import check_trace
 from seqmoe_cli.forecast.predictor import FORMAT, FORMAT_VERSION, Predictor, PredictorShape
 from seqmoe_cli.forecast.trace import Trace
 from seqmoe_weights.attachment import attach_predictor, from_bytes, to_bytes
-from seqmoe_weights.files import replacing
+from seqmoe_weights.files import write_file
 from seqmoe_weights.packed import PackedModel
 
 _EXACT = ("base", "by_counts")  # few, and added to the logits as they are
@@ -48,8 +48,7 @@ class StoredPredictor:
     def save(self, path: Path) -> int:
         """Write a file, whole or not at all, and return its size in bytes."""
         data = to_bytes(self._tensors(), self._metadata())
-        with replacing(path) as file:
-            file.write(data)
+        write_file(path, data)
         return len(data)
 
     def attach(self, folder: Path) -> None:

@@ -130,10 +130,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _files(value: dict[str, Any]) -> dict[str, FileHashes]:
-    for required in REQUIRED_FILES:
-        if required not in value:
-            raise KeyError(required)
-    return {_file_name(name): FileHashes.from_json(entry) for name, entry in value.items()}
+    for name in (*REQUIRED_FILES, *value):
+        if name not in value:
+            raise KeyError(name)
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is not a file name")
+    return {name: FileHashes.from_json(entry) for name, entry in value.items()}
 
 
 def layouts_as_json(layouts: Sequence[RecordLayout]) -> Any:
@@ -159,9 +161,3 @@ def _typed(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
     return value
-
-
-def _file_name(name: str) -> str:
-    if os.path.basename(name) != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not a file name")
-    return name

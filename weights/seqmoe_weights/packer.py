@@ -29,7 +29,13 @@ class Packer:
         is missing or contradicts the config, or when experts that are FP8 shall be quantised."""
         self._source, self._config = source, source.config
         self._resident = dict(self._plan_resident())
-        formats = [self._expert_dtype(layer) for layer in range(self._config.num_hidden_layers)]
+        self._layers = {
+            experts_file(layer): [
+                self._expert(layer, expert) for expert in range(self._config.num_experts)
+            ]
+            for layer in range(self._config.num_hidden_layers)
+        }
+        formats = [_dtype_of(experts) for experts in self._layers.values()]
         if quantize != "keep" and "F8_E4M3" in formats:
             raise CheckpointError(
                 f"--quantize {quantize}: the experts of this checkpoint are FP8 already",
@@ -40,7 +46,6 @@ class Packer:
         self.layouts = RecordLayout.for_layers(
             self._config.hidden_size, self._config.moe_intermediate_size, formats
         )
-        self._layers = {experts_file(i): i for i in range(self._config.num_hidden_layers)}
         self.file_names = [RESIDENT_FILE, *self._layers]
         self._refuse_leftovers()
 
@@ -77,7 +82,7 @@ class Packer:
         if name == RESIDENT_FILE:
             pieces = [self._resident_data(digest)]
         else:
-            pieces = self._records(self._layers[name], digest)
+            pieces = self._records(self.file_names.index(name) - 1, digest)
         return write_pieces(file, pieces, meter), digest.hexdigest()
 
     def hash_source(self, name: str, meter: Meter) -> str:
@@ -108,11 +113,8 @@ class Packer:
     def _records(self, layer: int, digest: TensorDigest) -> Iterator[list[Data]]:
         """The records of a layer, each in the same memory."""
         record = torch.zeros(self.layouts[layer].record_bytes, dtype=torch.uint8)
-        for expert in range(self._config.num_experts):
-            parts = {
-                part: self._source.read(tensor, digest)
-                for part, tensor in self._expert(layer, expert).items()
-            }
+        for expert, tensors in enumerate(self._layers[experts_file(layer)]):
+            parts = {part: self._source.read(tensor, digest) for part, tensor in tensors.items()}
             flat_id = layer * self._config.num_experts + expert
             pack_record(record, self.layouts[layer], parts, flat_id)
             yield [bytes_of(record)]
@@ -126,13 +128,11 @@ class Packer:
                 found[f"{part}_scale"] = scale
         return found
 
-    def _reads(self, name: str) -> Iterator[SourceTensor]:
+    def _reads(self, name: str) -> Iterable[SourceTensor]:
         """The source tensors that the packed file `name` is made from."""
         if name == RESIDENT_FILE:
-            yield from self._resident.values()
-            return
-        for expert in range(self._config.num_experts):
-            yield from self._expert(self._layers[name], expert).values()
+            return self._resident.values()
+        return (tensor for expert in self._layers[name] for tensor in expert.values())
 
     def _refuse_leftovers(self) -> None:
         """A tensor that is left out in silence would make another model."""
@@ -147,18 +147,18 @@ class Packer:
                     "config.json and the weights do not belong together, or the model is another",
                 )
 
-    def _expert_dtype(self, layer: int) -> str:
-        """The one dtype of a layer's expert weights; looks at each of them."""
-        first = self._expert(layer, 0)["gate"]
-        for expert in range(self._config.num_experts):
-            for part, tensor in self._expert(layer, expert).items():
-                if not part.endswith("_scale") and tensor.dtype != first.dtype:
-                    raise CheckpointError(
-                        f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, but "
-                        f"{first.name} is {first.dtype}",
-                        "all experts of a layer must have the same dtype",
-                    )
-        return first.dtype
+
+def _dtype_of(experts: list[dict[str, SourceTensor]]) -> str:
+    """The one dtype of a layer's expert weights; looks at each of them."""
+    first = experts[0]["gate"]
+    for part, tensor in (item for expert in experts for item in expert.items()):
+        if not part.endswith("_scale") and tensor.dtype != first.dtype:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}, but "
+                f"{first.name} is {first.dtype}",
+                "all experts of a layer must have the same dtype",
+            )
+    return first.dtype
 
 
 def _header(tensors: Iterable[StoredTensor]) -> bytes:
