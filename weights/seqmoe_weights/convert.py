@@ -157,6 +157,9 @@ class Conversion:
     def _manifest(self, journal: Journal) -> Manifest:
         digests = [f"{name} {digest}\n" for name, digest in journal.sources.items()]
         digests += [f"{name} {hashes.pieces[0]}\n" for name, hashes in self._small.items()]
+        # the predictor of the model that is there already was trained on the same weights
+        old = self.destination.manifest.files if self.destination.manifest else {}
+        predictor = {name: hashes for name, hashes in old.items() if is_predictor_file(name)}
         return Manifest(
             family=self.source.config.family,
             quantize=self.quantize,
@@ -164,15 +167,10 @@ class Conversion:
             num_layers=self.source.config.num_hidden_layers,
             num_experts=self.source.config.num_experts,
             layout=layouts_as_json(self.packer.layouts),
-            files={**journal.finished, **self._small, **self._predictor()},
+            files={**journal.finished, **self._small, **predictor},
             source=journal.sources,
             source_sha256=hashlib.sha256("".join(sorted(digests)).encode()).hexdigest(),
         )
-
-    def _predictor(self) -> dict[str, FileHashes]:
-        """That of the model that is there already: it was trained on the same weights."""
-        old = self.destination.manifest
-        return {n: h for n, h in old.files.items() if is_predictor_file(n)} if old else {}
 
     def _check_destination(self) -> None:
         found, journal = self.destination, self.destination.journal
