@@ -22,7 +22,7 @@ from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish, read_entry
 from seqmoe_kernels.pool.verify import Fault, verify_slots
-from seqmoe_kernels.predictor.embed import TokenInput, sum_rows
+from seqmoe_kernels.predictor.embed import StepInput, TokenInput, sum_rows
 from seqmoe_kernels.predictor.gru import GruWeights, gru_step
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
 from seqmoe_kernels.predictor.horizons import window_vectors
@@ -71,6 +71,7 @@ __all__ = [
     "Routing",
     "SamplingState",
     "StepForecast",
+    "StepInput",
     "TokenInput",
     "UseHistory",
     "attention_step",

@@ -12,6 +12,7 @@ from seqmoe_kernels import (
     ExpertHeads,
     GruWeights,
     Norm,
+    StepInput,
     TokenInput,
     UseHistory,
     expected_uses,
@@ -71,12 +72,13 @@ class PredictorStep:
     def __call__(self) -> None:
         """Five launches on a GPU."""
         past, present = self._history.states
-        x = sum_rows(self._net.used.weight, self.used, self.token, self._token_in)
+        step = StepInput(self.used, self.token, self._token_in)
+        x = sum_rows(self._net.used.weight, step)
         for n, weights in enumerate(self._blocks):
             x = gru_step(x, self._norms[n], weights, past[n], present[n])
         vectors = window_vectors(x, self._norms[-1], self._net.heads.weight, self._net.heads.bias)
-        token = (self.token, self._token_out)
-        expected_uses(vectors, self._heads, self.used, *token, self._history, self.expected)
+        step = step._replace(token_input=self._token_out)
+        expected_uses(vectors, self._heads, step, self._history, self.expected)
 
 
 def _norm(norm: nn.Module) -> Norm:

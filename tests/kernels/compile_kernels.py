@@ -35,7 +35,7 @@ from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
 from seqmoe_kernels.pool.step_ring import ENTRY_WORDS, begin_step, publish
 from seqmoe_kernels.pool.verify import verify_slots
-from seqmoe_kernels.predictor.embed import TokenInput, sum_rows
+from seqmoe_kernels.predictor.embed import StepInput, TokenInput, sum_rows
 from seqmoe_kernels.predictor.gru import GruWeights, gru_step
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
 from seqmoe_kernels.predictor.horizons import window_vectors
@@ -173,7 +173,7 @@ def call_predictor_kernels(dtype: torch.dtype) -> None:
     width, layers, num_flat, rank = 768, 48, 6144, 64
     used, token, ids = tensor(layers * TOP_K), tensor(1, dtype=torch.int64), real(VOCAB, rank)
     token_in, token_out = (TokenInput(ids, real(n, rank)) for n in (width, 4 * num_flat))
-    x = sum_rows.launch(real(num_flat, width), used, token, token_in)
+    x = sum_rows.launch(real(num_flat, width), StepInput(used, token, token_in))
     norm, states = Norm(real(width), 1e-5), f32(2, 2, width)
     matrices = real(3 * width, width), real(3 * width, width)
     weights = GruWeights(*matrices, real(3 * width), real(3 * width))
@@ -185,7 +185,7 @@ def call_predictor_kernels(dtype: torch.dtype) -> None:
         UseHistory(f32(3, num_flat), states),
     )
     expected = f32(4, num_flat)
-    expected_uses.launch(vectors, heads, used, token, token_out, history, expected)
+    expected_uses.launch(vectors, heads, StepInput(used, token, token_out), history, expected)
     pool = PoolState.cold(num_flat, 1024, torch.device("meta"))
     numbers = tensor(6, dtype=torch.int64)
     expected_use = ExpectedUse.unknown(num_flat, 1024, tensor(256), numbers, torch.device("meta"))

@@ -22,12 +22,29 @@ class TokenInput(NamedTuple):
     matrix: torch.Tensor
 
 
-def sum_rows_reference(
-    table: torch.Tensor,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
-) -> torch.Tensor:
+class StepInput(NamedTuple):
+    """What a predictor goes by in a step. Without a `token_input`, `token` says nothing."""
+
+    used: torch.Tensor  # int32 [L * K], flat ids of the step that is over; N or more: none
+    token: torch.Tensor  # int64 [1], the one that comes next
+    token_input: TokenInput | None
+
+
+def check_step_input(step: StepInput, width: int, device: torch.device) -> int:
+    """`token_input` must lead to `width`. Returns its rank, 0 for none."""
+    check("used", step.used, torch.int32, (-1,), device)
+    if step.token_input is None:
+        return 0
+    vectors, matrix = step.token_input
+    rank = vectors.shape[1]
+    check("token", step.token, torch.int64, (1,), device)
+    check("token_input.vectors", vectors, FLOATS, (-1, rank), device)
+    check("token_input.matrix", matrix, FLOATS, (width, rank), device)
+    return rank
+
+
+def sum_rows_reference(table: torch.Tensor, step: StepInput) -> torch.Tensor:
+    used, token, token_input = step
     there = used < len(table)
     rows = table[used.clamp(max=len(table) - 1).long()].float()
     x = (rows * there[:, None]).sum(0)
@@ -39,10 +56,7 @@ def sum_rows_reference(
 @triton.jit
 def _row_sum_kernel(
     table,
-    used,
-    token,
-    vectors,
-    token_matrix,
+    step,
     out,
     num_rows,
     D: tl.constexpr,
@@ -58,58 +72,37 @@ def _row_sum_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < D
     i = tl.arange(0, BLOCK_U)
-    row = tl.load(used + i, mask=i < U, other=num_rows).to(tl.int64)
+    row = tl.load(step.used + i, mask=i < U, other=num_rows).to(tl.int64)
     at = row[:, None] * D + column[None, :]
     rows = tl.load(table + at, mask=(row < num_rows)[:, None] & inside[None, :], other=0)
     total = tl.sum(rows.to(tl.float32), 0)
     if R > 0:
         r = tl.arange(0, BLOCK_R)
-        vector = tl.load(vectors + tl.load(token) * R + r, mask=r < R, other=0).to(tl.float32)
-        total += _product(token_matrix, vector, column, inside, R, BLOCK_R)
+        vectors, matrix = step.token_input
+        vector = tl.load(vectors + tl.load(step.token) * R + r, mask=r < R, other=0)
+        at = column.to(tl.int64)[:, None] * R + r[None, :]
+        tile = tl.load(matrix + at, mask=inside[:, None] & (r < R)[None, :], other=0)
+        total += tl.sum(tile.to(tl.float32) * vector.to(tl.float32)[None, :], 1)
     tl.store(out + column, total, mask=inside)
 
 
-@triton.jit
-def _product(matrix, vector, row, inside, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows of a matrix [.., K], K being small, times a vector that is zero past K: f32 [rows]."""
-    k = tl.arange(0, BLOCK_K)
-    mask = inside[:, None] & (k < K)[None, :]
-    tile = tl.load(matrix + row.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0)
-    return tl.sum(tile.to(tl.float32) * vector[None, :], 1)
-
-
 @verb(sum_rows_reference)
-def sum_rows(
-    table: torch.Tensor,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
-) -> torch.Tensor:
-    """The sum of the rows `used` (int32 [U]) of `table` [N, D], plus the vector of `token` (int64
-    [1]) by its matrix if there is one: f32 [D]. Rows that are N or more are none."""
+def sum_rows(table: torch.Tensor, step: StepInput) -> torch.Tensor:
+    """The sum of the rows `used` of `table` [N, D], plus the vector of the token by the matrix
+    [D, R] if there is a `token_input`: f32 [D]."""
     check_kernel_device(table)
     check("table", table, FLOATS, (-1, -1), table.device)
-    check("used", used, torch.int32, (-1,), table.device)
     num_rows, width = table.shape
-    vectors, token_matrix, rank = table, table, 0
-    if token_input is not None:
-        vectors, token_matrix = token_input
-        rank = vectors.shape[1]
-        check("token", token, torch.int64, (1,), table.device)
-        check("vectors", vectors, table.dtype, (-1, rank), table.device)
-        check("matrix", token_matrix, table.dtype, (width, rank), table.device)
+    rank = check_step_input(step, width, table.device)
     out = torch.empty(width, dtype=torch.float32, device=table.device)
-    block_used = triton.next_power_of_2(len(used))
+    block_used = triton.next_power_of_2(len(step.used))
     _row_sum_kernel[(triton.cdiv(width, _COLUMNS),)](
         table=table,
-        used=used,
-        token=token,
-        vectors=vectors,
-        token_matrix=token_matrix,
+        step=step,
         out=out,
         num_rows=num_rows,
         D=width,
-        U=len(used),
+        U=len(step.used),
         R=rank,
         COLUMNS=_COLUMNS,
         BLOCK_U=block_used,

@@ -14,6 +14,11 @@ from seqmoe_kernels.dense.norm import normalized
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
 
 
+def check_width(width: int) -> None:
+    if width % 16:
+        raise ValueError(f"the width is {width}, expected a multiple of 16")
+
+
 @triton.jit
 def vector(x, gain, inv_rms, column, K: tl.constexpr, NORM: tl.constexpr):
     """Elements of `x` [K], normalised with NORM: f32."""

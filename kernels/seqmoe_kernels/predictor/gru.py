@@ -13,8 +13,8 @@ from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_i
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
-from seqmoe_kernels.predictor.f32_gemv import dot_rows
-from seqmoe_kernels.predictor.tiling import Tiling
+from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows
+from seqmoe_kernels.predictor.tiling import wide_tiling
 
 
 class GruWeights(NamedTuple):
@@ -60,14 +60,10 @@ def _gate(values, place, n: tl.constexpr, UNITS: tl.constexpr):
 @triton.jit
 def _gru_kernel(
     x,
-    gain,
-    eps,
-    own,
+    norm,
+    weights,
     past,
-    own_bias,
-    past_bias,
-    past_state,
-    present_state,
+    present,
     out,
     D: tl.constexpr,
     UNITS: tl.constexpr,
@@ -83,42 +79,25 @@ def _gru_kernel(
     row = place * D + unit
     starts = row.to(tl.int64) * D
     column = tl.arange(0, BLOCK_K)
-    ahead = load_tile(own, starts, inside, column, D)
+    gain, eps = norm
+    ahead = load_tile(weights.own, starts, inside, column, D)
     # The state is that of the step before: nothing that still runs writes it.
-    first = load_tile(past, starts, inside, column, D)
-    b = dot_rows(
-        first,
-        past,
-        starts,
-        inside,
-        past_state,
-        gain,
-        0.0,
-        D,
-        BLOCK_K,
-        TILES,
-        False,
-    )
-    b += tl.load(past_bias + row, mask=inside, other=0).to(tl.float32)
-    a = tl.load(own_bias + row, mask=inside, other=0).to(tl.float32)
+    first = load_tile(weights.past, starts, inside, column, D)
+    b = dot_rows(first, weights.past, starts, inside, past, gain, 0.0, D, BLOCK_K, TILES, False)
+    b += tl.load(weights.past_bias + row, mask=inside, other=0).to(tl.float32)
+    a = tl.load(weights.own_bias + row, mask=inside, other=0).to(tl.float32)
     wait_for_inputs(PDL)
     inv_rms = inverse_rms(x, eps, D, BLOCK_D)
-    a += dot_rows(ahead, own, starts, inside, x, gain, inv_rms, D, BLOCK_K, TILES, True)
+    a += dot_rows(ahead, weights.own, starts, inside, x, gain, inv_rms, D, BLOCK_K, TILES, True)
     reset = sigmoid(_gate(a + b, place, 0, UNITS))
     update = sigmoid(_gate(a + b, place, 1, UNITS))
     new = _gate(a, place, 2, UNITS) + reset * _gate(b, place, 2, UNITS)
     new = 2 * sigmoid(2 * new) - 1  # its tanh
     at = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    before = tl.load(past_state + at, mask=at < D, other=0)
+    before = tl.load(past + at, mask=at < D, other=0)
     state = (1 - update) * new + update * before
-    tl.store(present_state + at, state, mask=at < D)
+    tl.store(present + at, state, mask=at < D)
     tl.store(out + at, tl.load(x + at, mask=at < D, other=0) + state, mask=at < D)
-
-
-def _tiling(width: int, dtype: torch.dtype) -> Tiling:
-    """As measured on an H200 for a width of 768: few units, whole rows on their way at once."""
-    columns = min(triton.next_power_of_2(width), 4096 // dtype.itemsize)
-    return Tiling(2, max(columns, 128), 2 if width > columns else 1, 4)
 
 
 @verb(gru_step_reference)
@@ -133,26 +112,22 @@ def gru_step(
     """
     check_kernel_device(x)
     width, dtype = len(x), weights.own.dtype
-    if width % 16:
-        raise ValueError(f"the width is {width}, expected a multiple of 16")
+    check_width(width)
     for name, vector in (("x", x), ("past", past), ("present", present)):
         check(name, vector, torch.float32, (width,), x.device)
     check("norm.weight", norm.weight, FLOATS, (width,), x.device)
     for name, tensor in weights._asdict().items():
         sizes = (3 * width,) if name.endswith("bias") else (3 * width, width)
         check(name, tensor, dtype, sizes, x.device)
-    tiling = _tiling(width, dtype)
+    # As measured on an H200 for a width of 768: few units, whole rows on their way at once.
+    tiling = wide_tiling(2, width, dtype)
     out = torch.empty_like(x)
     _gru_kernel[(triton.cdiv(width, tiling.rows),)](
         x=x,
-        gain=norm.weight,
-        eps=norm.eps,
-        own=weights.own,
-        past=weights.past,
-        own_bias=weights.own_bias,
-        past_bias=weights.past_bias,
-        past_state=past,
-        present_state=present,
+        norm=norm,
+        weights=weights,
+        past=past,
+        present=present,
         out=out,
         D=width,
         UNITS=tiling.rows,

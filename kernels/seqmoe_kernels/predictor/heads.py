@@ -13,11 +13,11 @@ from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
-from seqmoe_kernels.predictor.embed import TokenInput
-from seqmoe_kernels.predictor.f32_gemv import chunk_sums
+from seqmoe_kernels.predictor.embed import StepInput, check_step_input
+from seqmoe_kernels.predictor.f32_gemv import check_width, chunk_sums
 from seqmoe_kernels.predictor.gru import sigmoid
 from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
-from seqmoe_kernels.predictor.tiling import Tiling, narrow_tiling
+from seqmoe_kernels.predictor.tiling import narrow_tiling
 
 LEAST_RATE = 0.01  # uses per step, added before a logarithm is taken
 
@@ -44,12 +44,11 @@ class UseHistory(NamedTuple):
 def expected_uses_reference(
     vectors: torch.Tensor,
     heads: ExpertHeads,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
+    step: StepInput,
     history: UseHistory,
     out: torch.Tensor,
 ) -> None:
+    used, token, token_input = step
     history.states[0] = history.states[1]
     num_flat, num_layers = len(heads.experts), heads.by_counts.shape[2]
     known = used[used < num_flat].long()
@@ -69,9 +68,7 @@ def expected_uses_reference(
 def _outlook_kernel(
     vectors,
     heads,
-    used,
-    token,
-    token_input,
+    step,
     history,
     out,
     num_flat,
@@ -96,15 +93,15 @@ def _outlook_kernel(
     starts = row.to(tl.int64) * D
     column = tl.arange(0, BLOCK_D)
     ahead = load_tile(heads.experts, starts, inside, column, D)
-    # What comes of token and uses waits for nobody: they were there before `sum_rows`.
-    a = _direct(0, heads, token, token_input, row, inside, num_flat, R, BLOCK_R)
-    b = _direct(1, heads, token, token_input, row, inside, num_flat, R, BLOCK_R)
-    c = _direct(2, heads, token, token_input, row, inside, num_flat, R, BLOCK_R)
-    d = _direct(3, heads, token, token_input, row, inside, num_flat, R, BLOCK_R)
+    # What comes of token and uses waits for nothing: they were there before `sum_rows`.
+    a = _direct(0, heads, step, row, inside, num_flat, R, BLOCK_R)
+    b = _direct(1, heads, step, row, inside, num_flat, R, BLOCK_R)
+    c = _direct(2, heads, step, row, inside, num_flat, R, BLOCK_R)
+    d = _direct(3, heads, step, row, inside, num_flat, R, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
     layer = row // E
     at = layer[:, None] * K + k[None, :]
-    ids = tl.load(used + at, mask=inside[:, None] & (k < K)[None, :], other=-1)
+    ids = tl.load(step.used + at, mask=inside[:, None] & (k < K)[None, :], other=-1)
     hit = tl.sum((ids == row[:, None]).to(tl.float32), 1)
     for j in tl.static_range(J):
         decay = tl.load(heads.decay + j)
@@ -146,23 +143,16 @@ def _outlook_kernel(
 
 @triton.jit
 def _direct(
-    window: tl.constexpr,
-    heads,
-    token,
-    token_input,
-    row,
-    inside,
-    num_flat,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    window: tl.constexpr, heads, step, row, inside, num_flat, R: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """The part of a window's logits that is there whatever was used: f32 [rows]."""
     row = window * num_flat + row
     logit = tl.load(heads.base + row, mask=inside, other=0)
     if R > 0:
         r = tl.arange(0, BLOCK_R)
-        tile = load_tile(token_input.matrix, row.to(tl.int64) * R, inside, r, R)
-        value = tl.load(token_input.vectors + tl.load(token) * R + r, mask=r < R, other=0)
+        tile = load_tile(step.token_input.matrix, row.to(tl.int64) * R, inside, r, R)
+        at = step.token_input.vectors + tl.load(step.token) * R + r
+        value = tl.load(at, mask=r < R, other=0)
         logit += tl.sum(tile.to(tl.float32) * value.to(tl.float32)[None, :], 1)
     return logit
 
@@ -181,74 +171,53 @@ def _store(logit, window: tl.constexpr, heads, out, row, inside, num_flat):
 def _check_outlook(
     vectors: torch.Tensor,
     heads: ExpertHeads,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
+    step: StepInput,
     history: UseHistory,
     out: torch.Tensor,
-) -> None:
+) -> int:
+    """Returns the rank of the token's vectors."""
     device, f32 = vectors.device, torch.float32
     check("experts", heads.experts, FLOATS, (-1, vectors.shape[1]), device)
     num_flat, width = heads.experts.shape
-    if width % 16:
-        raise ValueError(f"the width is {width}, expected a multiple of 16")
+    check_width(width)
     check("vectors", vectors, f32, (NUM_WINDOWS, width), device)
     check("base", heads.base, f32, (NUM_WINDOWS, num_flat), device)
     num_half_lives = len(heads.decay)
     check("by_counts", heads.by_counts, f32, (num_half_lives, NUM_WINDOWS, -1), device)
     num_layers = heads.by_counts.shape[2]
-    if num_flat % num_layers or len(used) % num_layers:
-        raise ValueError(f"{num_layers} layers have {num_flat} experts and use {len(used)}")
+    if num_flat % num_layers or len(step.used) % num_layers:
+        raise ValueError(f"{num_layers} layers have {num_flat} experts and use {len(step.used)}")
     check("widths", heads.widths, f32, (NUM_WINDOWS,), device)
-    check("used", used, torch.int32, (-1,), device)
     check("counts", history.counts, f32, (num_half_lives, num_flat), device)
     check("states", history.states, f32, (2, -1, width), device)
     check("out", out, f32, (NUM_WINDOWS, num_flat), device)
-    if token_input is not None:
-        rank = token_input.vectors.shape[1]
-        check("token", token, torch.int64, (1,), device)
-        check("token_input.vectors", token_input.vectors, FLOATS, (-1, rank), device)
-        matrix = (NUM_WINDOWS * num_flat, rank)
-        check("token_input.matrix", token_input.matrix, FLOATS, matrix, device)
-
-
-def _tiling(width: int, dtype: torch.dtype) -> Tiling:
-    """As measured on an H200: more rows, and so fewer reads of the windows' vectors, pay."""
-    return narrow_tiling(16, width, dtype)
+    return check_step_input(step, NUM_WINDOWS * num_flat, device)
 
 
 @verb(expected_uses_reference)
 def expected_uses(
     vectors: torch.Tensor,
     heads: ExpertHeads,
-    used: torch.Tensor,
-    token: torch.Tensor,
-    token_input: TokenInput | None,
+    step: StepInput,
     history: UseHistory,
     out: torch.Tensor,
 ) -> None:
     """Write to `out` f32 [W, N] how often each expert will be used in each window.
 
-    `vectors` f32 [W, D]; `used` int32 [L * K] the flat ids of the step that is over, layer by layer
-    (N or more: none); `token` int64 [1] the one that comes next, `token_input` with a matrix
-    [W * N, R] what it says. Counts the uses in `history`, and makes the present states the past
-    ones. Between the kernels that write `used`, `token` and the counts and this one must be one
-    that waits before it lets others start, as `sum_rows` does.
+    `vectors` f32 [W, D]; the matrix of the `token_input` is [W * N, R]. Counts the uses in
+    `history`, and makes the present states the past ones. Between the kernels that write `step` and
+    the counts and this one must be one that waits before it lets others start, as `sum_rows` does.
     """
     check_kernel_device(vectors)
-    _check_outlook(vectors, heads, used, token, token_input, history, out)
+    rank = _check_outlook(vectors, heads, step, history, out)
     (num_flat, width), num_layers = heads.experts.shape, heads.by_counts.shape[2]
-    rank, num_states = 0, history.states[0].numel()
-    if token_input is not None:
-        rank = token_input.vectors.shape[1]
-    top_k = len(used) // num_layers
-    tiling = _tiling(width, heads.experts.dtype)
+    num_states, top_k = history.states[0].numel(), len(step.used) // num_layers
+    # As measured on an H200: more rows, and so fewer reads of the windows' vectors, pay.
+    tiling = narrow_tiling(16, width, heads.experts.dtype)
     _outlook_kernel[(triton.cdiv(num_flat, tiling.rows),)](
         vectors=vectors,
         heads=heads,
-        used=used,
-        token=token,
-        token_input=token_input or TokenInput(heads.experts, heads.experts),
+        step=step,
         history=history,
         out=out,
         num_flat=num_flat,

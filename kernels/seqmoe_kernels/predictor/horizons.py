@@ -12,7 +12,7 @@ from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_i
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
-from seqmoe_kernels.predictor.f32_gemv import dot_rows, vector
+from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows, vector
 from seqmoe_kernels.predictor.gru import sigmoid
 from seqmoe_kernels.predictor.tiling import tiling_for
 
@@ -29,8 +29,7 @@ def window_vectors_reference(
 @triton.jit
 def _window_kernel(
     x,
-    gain,
-    eps,
+    norm,
     matrix,
     bias,
     out,
@@ -43,6 +42,7 @@ def _window_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
+    gain, eps = norm
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     starts = row.to(tl.int64) * D
@@ -63,8 +63,7 @@ def window_vectors(
     [W, D]."""
     check_kernel_device(x)
     num_rows, width = matrix.shape
-    if width % 16:
-        raise ValueError(f"the width is {width}, expected a multiple of 16")
+    check_width(width)
     check("x", x, torch.float32, (width,), x.device)
     check("norm.weight", norm.weight, FLOATS, (width,), x.device)
     check("matrix", matrix, FLOATS, (NUM_WINDOWS * width, width), x.device)
@@ -73,8 +72,7 @@ def window_vectors(
     out = torch.empty((NUM_WINDOWS, width), dtype=torch.float32, device=x.device)
     _window_kernel[(triton.cdiv(num_rows, tiling.rows),)](
         x=x,
-        gain=norm.weight,
-        eps=norm.eps,
+        norm=norm,
         matrix=matrix,
         bias=bias,
         out=out,

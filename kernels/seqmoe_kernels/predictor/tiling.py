@@ -21,13 +21,18 @@ class Tiling(NamedTuple):
 
 def tiling_for(num_rows: int, cols: int, weight_dtype: torch.dtype, device: torch.device) -> Tiling:
     """As many rows for a program as leave three programs for every multiprocessor. Programs of many
-    rows walk through them in narrow tiles, those of few have up to 4 KiB of each on its way
-    at once. Depends on shape, dtype and device alone, as in `linear_tiling`."""
+    rows have narrow tiles, those of few wide ones. Depends on shape, dtype and device alone, as in
+    `linear_tiling`."""
     rows = 16
     while rows > 2 and num_rows < rows * 3 * num_multiprocessors(device):
         rows //= 2
     if rows == 16:
         return narrow_tiling(rows, cols, weight_dtype)
+    return wide_tiling(rows, cols, weight_dtype)
+
+
+def wide_tiling(rows: int, cols: int, weight_dtype: torch.dtype) -> Tiling:
+    """Programs of `rows` rows that have up to 4 KiB of each on its way at once."""
     columns = min(4096 // weight_dtype.itemsize, max(triton.next_power_of_2(cols), 128))
     return Tiling(rows, columns, 2 if cols > columns else 1, 4)
 

@@ -12,6 +12,7 @@ from seqmoe_kernels import (
     ExpertHeads,
     GruWeights,
     Norm,
+    StepInput,
     TokenInput,
     UseHistory,
     expected_uses,
@@ -80,7 +81,7 @@ def test_sum_rows(
     token_input = TokenInput(draw(9, rank, dtype=dtype), draw(width, rank, dtype=dtype))
     nothing = torch.full_like(used, layers * experts)
     for ids in (used, nothing):
-        arguments = (table, ids, token, token_input if rank else None)
+        arguments = (table, StepInput(ids, token, token_input if rank else None))
         expected = sum_rows_reference(*arguments)
         assert_near(sum_rows.launch(*moved(arguments, device)), expected)
         assert torch.equal(sum_rows(*arguments), expected)
@@ -165,7 +166,7 @@ def test_expected_uses(
     there, out = moved(history, device), torch.empty(4, num_flat)
     nothing = torch.full((layers * top_k,), num_flat, dtype=torch.int32)
     for used in (some_used(gen, layers, experts, top_k), nothing):
-        arguments = (vectors, heads, used, token, token_input if rank else None)
+        arguments = (vectors, heads, StepInput(used, token, token_input if rank else None))
         result = torch.empty(4, num_flat, device=device)
         expected_uses.launch(*moved(arguments, device), there, result)
         expected_uses(*arguments, history, out)
@@ -192,13 +193,13 @@ def test_expected_uses_by_hand(device: torch.device) -> None:
     history = UseHistory(torch.tensor([[0.0, 2, 4, 6]]), zero(2, 2, width))
     used, token, out = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0]), zero(4, 4)
     run = expected_uses.launch if device.type == "cuda" else expected_uses
-    arguments = moved((vectors, heads, used, token, None, history, out), device)
+    arguments = moved((vectors, heads, StepInput(used, token, None), history, out), device)
     run(*arguments)
-    assert arguments[5].counts.tolist() == [[0, 2, 3 + 0, 3]]
+    assert arguments[3].counts.tolist() == [[0, 2, 3 + 0, 3]]
     expected = torch.tensor([0.5, 0.5, 1, 2])[:, None].repeat(1, 4)
     expected[1, 2:] = torch.log2(torch.tensor([1.51, 1.51])).sigmoid()
     expected[2, 3], expected[3, 0] = 2.0, 0.0
-    torch.testing.assert_close(arguments[6].cpu(), expected)
+    torch.testing.assert_close(arguments[4].cpu(), expected)
 
 
 def test_the_tiling_changes_rounding_at_most(
@@ -215,18 +216,25 @@ def test_the_tiling_changes_rounding_at_most(
             torch.zeros(2, 2, width, device=device),
         )
         out = torch.empty(4, layers * experts, device=device)
-        monkeypatch.setattr(heads_module, "_tiling", lambda width, dtype, tiling=tiling: tiling)
-        expected_uses.launch(vectors, heads, used, token, None, history, out)
+        monkeypatch.setattr(heads_module, "narrow_tiling", lambda *_, tiling=tiling: tiling)
+        expected_uses.launch(vectors, heads, StepInput(used, token, None), history, out)
         found.append(out.cpu())
     for out in found[1:]:
         torch.testing.assert_close(out, found[0], rtol=1e-5, atol=1e-6)
 
 
+def some_step(used: torch.Tensor) -> StepInput:
+    return StepInput(used, torch.zeros(1, dtype=torch.int64), None)
+
+
 @pytest.mark.parametrize(
     "change,words",
     [
-        ({"used": torch.zeros(5, dtype=torch.int32)}, "2 layers have 6 experts and use 5"),
-        ({"used": torch.zeros(4)}, "used is torch.float32"),
+        (
+            {"step": some_step(torch.zeros(5, dtype=torch.int32))},
+            "2 layers have 6 experts and use 5",
+        ),
+        ({"step": some_step(torch.zeros(4))}, "used is torch.float32"),
         ({"vectors": torch.zeros(3, 16)}, "vectors has shape"),
         ({"history": UseHistory(torch.zeros(3, 5), torch.zeros(2, 2, 16))}, "counts has shape"),
     ],
@@ -237,9 +245,7 @@ def test_arguments_that_do_not_fit(
     arguments = {
         "vectors": draw(4, 16),
         "heads": some_heads(draw, 16, 2, 3, torch.float32),
-        "used": torch.zeros(4, dtype=torch.int32),
-        "token": torch.zeros(1, dtype=torch.int64),
-        "token_input": None,
+        "step": some_step(torch.zeros(4, dtype=torch.int32)),
         "history": UseHistory(torch.zeros(3, 6), torch.zeros(2, 2, 16)),
         "out": torch.zeros(4, 6),
     }
