@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of tensors: their names and sizes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,3 +37,15 @@ def check(
         raise ValueError(f"{name} is on {tensor.device}, expected {device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+
+
+def check_all(tensors: Any, layout: Layout, device: torch.device) -> None:
+    """`check` each attribute of `tensors` that `layout` names."""
+    for name, (dtype, shape) in layout.items():
+        check(name, getattr(tensors, name), dtype, shape, device)
+
+
+def zeros(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    """New tensors, by name."""
+    sizes = layout.items()
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in sizes}

@@ -9,16 +9,11 @@ import triton.language as tl
 from seqmoe_kernels.common.checks import check, check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.eviction.expected_use import (
-    SPAN,
-    ExpectedUse,
-    check_expected_use,
-    width_of,
-)
+from seqmoe_kernels.eviction.expected_use import SPAN, ExpectedUse, check_expected_use, width_of
 from seqmoe_kernels.eviction.ghost_cache import (
     BLOCK,
     GhostCache,
-    check_shadow,
+    check_ghost,
     size_up,
     size_up_reference,
 )
@@ -125,8 +120,7 @@ def calibrate(
     num_experts, num_layers = len(expected_use.recent), len(used) // top_k
     check("used", used, torch.int32, (num_layers * top_k,), used.device)
     check_expected_use(expected_use, num_experts, used.device)
-    if ghost is not None:
-        check_shadow(ghost, num_experts, used.device)
+    check_ghost(ghost, num_experts, used.device)
     _judge_kernel[(len(expected_use.parts),)](
         used,
         pool,

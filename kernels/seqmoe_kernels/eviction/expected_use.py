@@ -1,5 +1,5 @@
 """What is expected of every expert: a forecast of its uses, mixed with the rate of its past uses
-by how well the forecast has done lately. The victim of a miss is who has the poorest expected_use.
+by how well the forecast has done lately. The victim of a miss is the expert that is worth least.
 
 Integers alone decide, so that every device, and the simulator, comes to the same bits.
 """
@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import Layout, check, check_all, check_kernel_device, zeros
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.ghost_cache import (
     BLOCK,
     GhostCache,
-    check_shadow,
+    check_ghost,
     go_on,
     go_on_reference,
 )
@@ -37,9 +37,7 @@ _ONE, _INTEGERS_FROM = tl.constexpr(float(ONE)), tl.constexpr(float(1 << 23))
 class ExpectedUse(NamedTuple):
     """N experts by flat id, W = 4 windows of steps ahead: 1, 2, 3-4 and 5-8; P parts of a sum."""
 
-    made: (
-        torch.Tensor
-    )  # int32 [8, W, N], forecasts of the last steps; the step of a number at it % 8
+    made: torch.Tensor  # int32 [8, W, N], forecasts of the last steps; that of step n at n % 8
     rates: torch.Tensor  # int32 [8, N], rates of use at the same times
     recent: torch.Tensor  # int32 [N], bit n: used in the step n before the last one
     parts: torch.Tensor  # int64 [P, W, 2]
@@ -66,35 +64,44 @@ class ExpectedUse(NamedTuple):
         device: torch.device,
     ) -> ExpectedUse:
         """Before the first step."""
+        known = {"exp2": exp2.to(device, torch.int32), "weights": weights.to(device, torch.int64)}
+        return cls(**zeros(_layout(num_experts, num_slots), device) | known)
 
-        def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
 
-        return cls(
-            made=zeros(SPAN, NUM_WINDOWS, num_experts, dtype=torch.int32),
-            rates=zeros(SPAN, num_experts, dtype=torch.int32),
-            recent=zeros(num_experts, dtype=torch.int32),
-            parts=zeros(triton.cdiv(num_experts, BLOCK), NUM_WINDOWS, 2),
-            sums=zeros(2, NUM_WINDOWS, 2),
-            trust=zeros(NUM_WINDOWS),
-            mixed=zeros(NUM_WINDOWS, num_experts, dtype=torch.int32),
-            likely=zeros(1, num_experts, dtype=torch.float32),
-            coming=zeros(num_experts),
-            passed=zeros(num_experts),
-            again=zeros(num_experts),
-            slot_coming=zeros(num_slots),
-            slot_passed=zeros(num_slots),
-            steps=zeros(2),
-            exp2=exp2.to(device, torch.int32),
-            weights=weights.to(device, torch.int64),
-        )
+def _layout(num_experts: int, num_slots: int) -> Layout:
+    """Of `ExpectedUse`."""
+    f32, i32, i64 = torch.float32, torch.int32, torch.int64
+    return {
+        "made": (i32, (SPAN, NUM_WINDOWS, num_experts)),
+        "rates": (i32, (SPAN, num_experts)),
+        "recent": (i32, (num_experts,)),
+        "parts": (i64, (triton.cdiv(num_experts, BLOCK), NUM_WINDOWS, 2)),
+        "sums": (i64, (2, NUM_WINDOWS, 2)),
+        "trust": (i64, (NUM_WINDOWS,)),
+        "mixed": (i32, (NUM_WINDOWS, num_experts)),
+        "likely": (f32, (1, num_experts)),
+        "coming": (i64, (num_experts,)),
+        "passed": (i64, (num_experts,)),
+        "again": (i64, (num_experts,)),
+        "slot_coming": (i64, (num_slots,)),
+        "slot_passed": (i64, (num_slots,)),
+        "steps": (i64, (2,)),
+        "exp2": (i32, (256,)),
+        "weights": (i64, (NUM_WINDOWS + 2,)),
+    }
+
+
+def check_expected_use(
+    expected_use: ExpectedUse, num_experts: int, device: torch.device, num_slots: int = -1
+) -> None:
+    check_all(expected_use, _layout(num_experts, num_slots), device)
 
 
 def width_of(window: int) -> int:
     return max(1 << window >> 1, 1)
 
 
-def update_prospects_reference(
+def update_expected_use_reference(
     expected: torch.Tensor,
     pool: PoolState,
     expected_use: ExpectedUse,
@@ -227,32 +234,7 @@ def _mix_kernel(
         tl.store(expected_use.steps + 1, steps + 1)
 
 
-def check_expected_use(expected_use: ExpectedUse, num_experts: int, device: torch.device) -> None:
-    sizes: dict[str, tuple[int, ...]] = {
-        "made": (SPAN, NUM_WINDOWS, num_experts),
-        "rates": (SPAN, num_experts),
-        "recent": (num_experts,),
-        "parts": (triton.cdiv(num_experts, BLOCK), NUM_WINDOWS, 2),
-        "sums": (2, NUM_WINDOWS, 2),
-        "trust": (NUM_WINDOWS,),
-        "mixed": (NUM_WINDOWS, num_experts),
-        "likely": (1, num_experts),
-        "coming": (num_experts,),
-        "passed": (num_experts,),
-        "again": (num_experts,),
-        "slot_coming": (-1,),
-        "slot_passed": (-1,),
-        "steps": (2,),
-        "exp2": (256,),
-        "weights": (NUM_WINDOWS + 2,),
-    }
-    for name, tensor in expected_use._asdict().items():
-        narrow = name in ("made", "rates", "recent", "mixed", "exp2")
-        dtype = torch.int32 if narrow else torch.int64
-        check(name, tensor, torch.float32 if name == "likely" else dtype, sizes[name], device)
-
-
-@verb(update_prospects_reference)
+@verb(update_expected_use_reference)
 def update_expected_use(
     expected: torch.Tensor,
     pool: PoolState,
@@ -265,10 +247,8 @@ def update_expected_use(
     check_kernel_device(expected)
     num_experts = len(pool.slot_of)
     check("expected", expected, torch.float32, (NUM_WINDOWS, num_experts), expected.device)
-    check_expected_use(expected_use, num_experts, expected.device)
-    check("slot_coming", expected_use.slot_coming, torch.int64, pool.owner.shape, expected.device)
-    if ghost is not None:
-        check_shadow(ghost, num_experts, expected.device)
+    check_expected_use(expected_use, num_experts, expected.device, len(pool.owner))
+    check_ghost(ghost, num_experts, expected.device)
     _mix_kernel[(len(expected_use.parts),)](
         expected,
         pool,

@@ -1,5 +1,5 @@
-"""The ghost of the pool: who would be in it if decayed counts chose all victims. What it would
-have missed is what the misses by a forecast are compared with.
+"""The ghost of the pool: the experts that would be in it if decayed counts chose all victims. The
+misses by a forecast are compared with those that the ghost would have had.
 
 An expert is in the ghost from a use on until its score falls below the edge. Once a step the edge
 rises until no more are left than the pool has slots, which is where the victims of that step would
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check
+from seqmoe_kernels.common.checks import Layout, check_all, zeros
 from seqmoe_kernels.state import (
     MISSED_BY_COUNTS,
     MISSED_BY_FORECAST,
@@ -45,32 +45,29 @@ class GhostCache(NamedTuple):
     member: torch.Tensor  # int32 [N], 1: in the ghost as the last step began
     score: torch.Tensor  # int64 [N], `PoolState.usage` at that time
     sizes: torch.Tensor  # int32 [P, NUM_EDGES], how many would be left at each edge
-    edge: torch.Tensor  # int64 [2], below it nobody stays; as it was and as it is
+    edge: torch.Tensor  # int64 [2], an expert below it leaves; as it was and as it is
     absent: torch.Tensor  # int64 [1], experts that the pool had lacked until then
 
     @classmethod
     def unknown(cls, num_experts: int, device: torch.device) -> GhostCache:
-        """Before the first step: that begins with whom the pool holds."""
-
-        def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
-
-        return cls(
-            member=zeros(num_experts, dtype=torch.int32),
-            score=zeros(num_experts),
-            sizes=zeros(triton.cdiv(num_experts, BLOCK), NUM_EDGES, dtype=torch.int32),
-            edge=zeros(2),
-            absent=zeros(1),
-        )
+        """Before the first step: that begins with what the pool holds."""
+        return cls(**zeros(_layout(num_experts), device))
 
 
-def check_shadow(ghost: GhostCache, num_experts: int, device: torch.device) -> None:
-    check("member", ghost.member, torch.int32, (num_experts,), device)
-    check("score", ghost.score, torch.int64, (num_experts,), device)
-    parts = triton.cdiv(num_experts, BLOCK)
-    check("sizes", ghost.sizes, torch.int32, (parts, NUM_EDGES), device)
-    check("edge", ghost.edge, torch.int64, (2,), device)
-    check("absent", ghost.absent, torch.int64, (1,), device)
+def _layout(num_experts: int) -> Layout:
+    """Of `GhostCache`."""
+    return {
+        "member": (torch.int32, (num_experts,)),
+        "score": (torch.int64, (num_experts,)),
+        "sizes": (torch.int32, (triton.cdiv(num_experts, BLOCK), NUM_EDGES)),
+        "edge": (torch.int64, (2,)),
+        "absent": (torch.int64, (1,)),
+    }
+
+
+def check_ghost(ghost: GhostCache | None, num_experts: int, device: torch.device) -> None:
+    if ghost is not None:
+        check_all(ghost, _layout(num_experts), device)
 
 
 def _edges_reference(edge: int, pool: PoolState) -> torch.Tensor:
@@ -86,7 +83,7 @@ def size_up_reference(
 ) -> None:
     """How many would be left at each edge, now that the last step has used those that are `hit`
     (int32 [N], 0 or 1). With `is_first` nothing is known of a last step: the ghost begins with
-    whom the pool holds."""
+    the experts that the pool holds."""
     if is_first:
         ghost.member.copy_(pool.slot_of >= 0)
         hit = torch.zeros_like(hit)
@@ -127,7 +124,7 @@ def size_up(expert, inside, hit, is_first, pool, ghost):
 
 def go_on_reference(hit: torch.Tensor, is_first: bool, pool: PoolState, ghost: GhostCache) -> None:
     """Move the edge, count what the ghost and the pool have missed in the last step, and let go
-    whom it leaves; `hit` and `is_first` as before."""
+    the experts below it; `hit` and `is_first` as before."""
     used = (hit > 0) & (not is_first)
     old = int(ghost.edge[0])
     edges = _edges_reference(old, pool)

@@ -1,4 +1,4 @@
-"""Who may leave the pool, and who first: the scores by which victims are chosen."""
+"""Which experts may leave the pool, and which first: the scores by which victims are chosen."""
 
 from __future__ import annotations
 

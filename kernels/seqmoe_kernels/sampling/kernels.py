@@ -66,20 +66,17 @@ def _scratch(vocab_size: int, num_blocks: int, device: torch.device) -> _Scratch
         return torch.empty(shape, dtype=dtype, device=device)
 
     bins = new(torch.int64, 5, BINS)
+    counts, masses, fine_counts, fine_masses, top_p_masses = bins
     return _Scratch(
-        logits=new(torch.float32, vocab_size),
-        peaks=new(torch.float32, num_blocks),
-        peak_ids=new(torch.int32, num_blocks),
-        distances=new(torch.int32, vocab_size),
-        bins=bins,
-        counts=bins[0],
-        masses=bins[1],
-        fine_counts=bins[2],
-        fine_masses=bins[3],
-        top_p_masses=bins[4],
-        cuts=new(torch.int64, 6),
-        block_masses=new(torch.int64, num_blocks),
-        block_ties=new(torch.int64, num_blocks),
+        new(torch.float32, vocab_size),
+        new(torch.float32, num_blocks),
+        new(torch.int32, num_blocks),
+        new(torch.int32, vocab_size),
+        bins,
+        *(counts, masses, fine_counts, fine_masses, top_p_masses),
+        new(torch.int64, 6),
+        new(torch.int64, num_blocks),
+        new(torch.int64, num_blocks),
     )
 
 
@@ -312,26 +309,20 @@ def launch_sampling(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     blocks = triton.next_power_of_2(num_blocks)
     scratch = _scratch(vocab_size, num_blocks, logits.device)
     chosen = torch.empty(1, dtype=torch.int64, device=logits.device)
-    # A fused multiply-add would round otherwise than the reference.
-    exact = {"num_warps": 8, "enable_fp_fusion": False, **pdl_options(logits.device)}
+    each = {
+        "state": state,
+        "scratch": scratch,
+        "vocab_size": vocab_size,
+        "BLOCK": BLOCK,
+        "num_warps": 8,
+        "enable_fp_fusion": False,  # a fused multiply-add would round otherwise than the reference
+        **pdl_options(logits.device),
+    }
     grid = (num_blocks,)
-    _penalty_kernel[grid](
-        logits=logits, state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact
-    )
-    _distance_kernel[grid](
-        state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, BLOCKS=blocks, **exact
-    )
-    _top_k_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
-    _top_p_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
-    _weigh_kernel[grid](state=state, scratch=scratch, vocab_size=vocab_size, BLOCK=BLOCK, **exact)
-    _draw_kernel[(1,)](
-        state=state,
-        scratch=scratch,
-        chosen=chosen,
-        num_blocks=num_blocks,
-        vocab_size=vocab_size,
-        BLOCK=BLOCK,
-        BLOCKS=blocks,
-        **exact,
-    )
+    _penalty_kernel[grid](logits=logits, **each)
+    _distance_kernel[grid](BLOCKS=blocks, **each)
+    _top_k_kernel[grid](**each)
+    _top_p_kernel[grid](**each)
+    _weigh_kernel[grid](**each)
+    _draw_kernel[(1,)](chosen=chosen, num_blocks=num_blocks, BLOCKS=blocks, **each)
     return chosen

@@ -7,7 +7,7 @@ import torch
 from seqmoe_cli.residency.policies import LOG2_1P
 from seqmoe_cli.residency.pool import make_expected_use
 from seqmoe_kernels.eviction.calibration import calibrate, calibrate_reference
-from seqmoe_kernels.eviction.expected_use import update_expected_use, update_prospects_reference
+from seqmoe_kernels.eviction.expected_use import update_expected_use, update_expected_use_reference
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.pool.resolve import resolve_reference
 from seqmoe_kernels.state import RULE_NOW, RULE_TICK, PoolState
@@ -34,7 +34,7 @@ class ForecastPool:
     def begin(self, used: torch.Tensor, expected: torch.Tensor) -> None:
         self.tick()
         judge = calibrate.launch if self.by_kernels else calibrate_reference
-        update = update_expected_use.launch if self.by_kernels else update_prospects_reference
+        update = update_expected_use.launch if self.by_kernels else update_expected_use_reference
         judge(used, self.top_k, self.pool, self.expected_use, self.ghost)
         update(expected, self.pool, self.expected_use, self.ghost)
 

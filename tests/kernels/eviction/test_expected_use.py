@@ -14,7 +14,7 @@ from seqmoe_kernels.eviction.expected_use import (
     NUM_WINDOWS,
     SPAN,
     update_expected_use,
-    update_prospects_reference,
+    update_expected_use_reference,
 )
 from seqmoe_kernels.eviction.units import ONE
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
@@ -116,7 +116,7 @@ def test_as_the_simulator_says(
         for on_gpu, side in sides.items():
             side.start(step)
             judge = calibrate.launch if on_gpu else calibrate_reference
-            update = update_expected_use.launch if on_gpu else update_prospects_reference
+            update = update_expected_use.launch if on_gpu else update_expected_use_reference
             judge(used.to(device), top_k, side.pool, side.expected_use)
             update(torch.from_numpy(made[step]).to(device), side.pool, side.expected_use)
             for layer in range(layers):
@@ -176,7 +176,7 @@ def test_kernels_choose_the_same_victims(device: torch.device, num_slots: int) -
         for pool in (case.pool, case.kernel_pool):
             pool.rule[RULE_NOW] += pool.rule[RULE_TICK]
         calibrate_reference(used, TOP_K, case.pool, case.expected_use)
-        update_prospects_reference(expected, case.pool, case.expected_use)
+        update_expected_use_reference(expected, case.pool, case.expected_use)
         calibrate.launch(used.to(device), TOP_K, case.kernel_pool, case.kernel_expected_use)
         update_expected_use.launch(expected.to(device), case.kernel_pool, case.kernel_expected_use)
         for layer in range(LAYERS):
