@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from seqmoe_kernels.attention.decode import attention_step
 from seqmoe_kernels.attention.rope import Rotation, rotary
-from seqmoe_kernels.dense.linear import Matrix, linear, linears
+from seqmoe_kernels.dense.linear import Matrix, linear, linears, normed_linear
 from seqmoe_kernels.dense.norm import Norm, rms_norm
-from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.prefill import expert_pairs
 from seqmoe_kernels.experts.record import ExpertFormat, expert_format
-from seqmoe_kernels.formats.fp8_block import dequantize
 from seqmoe_kernels.pool.choose import Chosen, RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch
 from seqmoe_kernels.pool.lock import Handover
@@ -79,7 +77,6 @@ __all__ = [
     "choose",
     "combine",
     "copy_prefetches",
-    "dequantize",
     "expected_uses",
     "expert_format",
     "expert_mlp",

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
-from seqmoe_kernels import dequantize
+from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_weights.convert import convert
 from seqmoe_weights.packed import PackedModel
 from tests.checkpoints import write_checkpoint
@@ -23,7 +23,7 @@ def widen(source: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if name.startswith(EXPERTS) and name.endswith("weight")]:
         scale = tensors.pop(f"{name}_scale_inv").float()
-        tensors[name] = dequantize(tensors[name], scale, torch.float32)
+        tensors[name] = FP8.decode((tensors[name], scale), torch.float32)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text("utf-8"))
     config["quantization_config"]["modules_to_not_convert"].append(EXPERTS)

@@ -17,9 +17,8 @@ from triton.runtime.jit import JITFunction
 from seqmoe_kernels.attention.decode import attention_step
 from seqmoe_kernels.attention.rope import Rotation, rotary
 from seqmoe_kernels.common import launch
-from seqmoe_kernels.dense.linear import Matrix, linears
+from seqmoe_kernels.dense.linear import Matrix, linears, normed_linear
 from seqmoe_kernels.dense.norm import Norm, rms_norm
-from seqmoe_kernels.dense.norm_linear import normed_linear
 from seqmoe_kernels.eviction.calibration import calibrate
 from seqmoe_kernels.eviction.expected_use import ExpectedUse, update_expected_use
 from seqmoe_kernels.eviction.ghost_cache import GhostCache
@@ -27,7 +26,8 @@ from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.record import expert_format
 from seqmoe_kernels.formats import format_names, fp8_block
-from seqmoe_kernels.formats.fp8_block import dequantize
+from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch
 from seqmoe_kernels.pool.lock import Handover
@@ -104,11 +104,8 @@ def call_decode_kernels(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
 
 
 def call_residency_kernels() -> None:
-    dequantize.launch(
-        tensor(256, 256, dtype=torch.float8_e4m3fn),
-        tensor(2, 2, dtype=torch.float32),
-        torch.bfloat16,
-    )
+    codes, scales = tensor(256, 256, dtype=torch.int8), tensor(2, 2, dtype=torch.float32)
+    decode_by_tiles(FP8.tiles, codes, (scales,), tensor(256, 256, dtype=torch.bfloat16))
     pool = PoolState.cold(6144, 1024, torch.device("meta"))
     resolve.launch(tensor(TOP_K), pool)
     routing, logits = Routing(128, TOP_K, True), tensor(1, 128, dtype=torch.float32)

@@ -14,7 +14,7 @@ from seqmoe_kernels.dense.linear import linears
 from seqmoe_kernels.dense.norm import rms_norm
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
-from seqmoe_kernels.formats.fp8_block import dequantize
+from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_kernels.pool.choose import RecordedIds, choose
 from seqmoe_kernels.pool.fetch import fetch
 from seqmoe_kernels.pool.resolve import MAX_SLOTS, PoolState, resolve
@@ -99,8 +99,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
             "[1, 1, 1]",
             lambda: choose.launch(torch.zeros(1, 4), 0, Routing(4, 2, True), pool(4), short),
         ),
-        ("torch.float32", lambda: dequantize.launch(square, torch.zeros(1, 1), torch.float32)),
-        ("torch.int8", lambda: dequantize.launch(fp8, torch.zeros(1, 1), torch.int8)),
+        ("torch.float32", lambda: FP8.decode((square, torch.zeros(1, 1)), torch.float32)),
         ("torch.int64", lambda: resolve.launch(torch.tensor([1]), pool(4))),
         (str(MAX_SLOTS + 1), lambda: resolve.launch(ints(1), pool(MAX_SLOTS + 1))),
         ("empty", lambda: resolve.launch(ints(), pool(4))),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels import dequantize
 from seqmoe_kernels.formats import find_format
+from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_weights.layout import (
     PART_ALIGNMENT,
     RECORD_ALIGNMENT,
@@ -29,7 +29,7 @@ def test_error_is_at_most_half_a_step(shape: tuple[int, int], dtype: torch.dtype
     wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
     # 3 bits of mantissa: half a step is 2^-4 of the value; below 2^-6 steps are 2^-9 of the scale.
     bound = torch.maximum(weight.float().abs() / 16, wide * 2.0**-10) * 1.001
-    assert ((dequantize(codes, scales, torch.float32) - weight.float()).abs() <= bound).all()
+    assert ((FP8.decode((codes, scales), torch.float32) - weight.float()).abs() <= bound).all()
 
 
 def test_every_block_uses_the_whole_range() -> None:
@@ -47,7 +47,7 @@ def test_extreme_blocks_stay_finite(value: float) -> None:
     assert codes.float().isfinite().all()
     assert scales.isfinite().all()
     assert (scales > 0).all()
-    assert torch.allclose(dequantize(codes, scales, torch.float32), weight, rtol=0.07, atol=1e-39)
+    assert torch.allclose(FP8.decode((codes, scales), torch.float32), weight, rtol=0.07, atol=1e-39)
 
 
 def test_exact_values_survive() -> None:

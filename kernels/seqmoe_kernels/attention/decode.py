@@ -76,15 +76,12 @@ def _attention_step_kernel(
     keys,
     values,
     position,
-    inv_freq,
-    q_norm,
-    k_norm,
+    rotation,
     sums,
     peaks,
     totals,
     arrivals,
     out,
-    eps,
     scale_log2,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -104,6 +101,7 @@ def _attention_step_kernel(
     head = kv_head * GROUP + g
     q_at, k_at = head[:, None] * D, (kv_head + 0 * g)[:, None] * D  # the same key in every row
     q_mask, k_mask = (g < GROUP)[:, None] & (i < D // 2)[None, :], (i < D // 2)[None, :]
+    inv_freq, q_norm, k_norm, eps = rotation
     frequency = tl.load(inv_freq + i, mask=i < D // 2, other=0)
     q_gain = gains(q_norm, q_at, i, q_mask, D, Q_NORM)
     k_gain = gains(k_norm, k_at, i, k_mask, D, K_NORM)
@@ -246,15 +244,12 @@ def attention_step(
         keys=keys,
         values=values,
         position=position,
-        inv_freq=rotation.inv_freq,
-        q_norm=rotation.q_norm,
-        k_norm=rotation.k_norm,
+        rotation=rotation,
         sums=sums,
         peaks=peaks,
         totals=totals,
         arrivals=_arrivals(q.device, num_kv_heads),
         out=out,
-        eps=rotation.eps,
         scale_log2=scale * math.log2(math.e),
         D=dim,
         GROUP=group,

@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
+from seqmoe_kernels.common.launch import let_next_start, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, normalized, rms_norm, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import (
     TILE_BITS,
     add_products,
+    gemv_options,
     load_tile,
     no_sums,
-    operands,
     row_sums,
     slice_starts,
     slices_of_rows,
@@ -271,16 +271,9 @@ def one_token(
         normed=normed,
         fmt=fmt.tiles,
         K=cols,
-        ROWS=tiling.rows,
-        TILES=tiling.tiles,
-        WARPS=tiling.num_warps,
-        **operands(fmt, x.dtype),
         BLOCK_H=triton.next_power_of_2(cols),
         BIAS=biased,
-        num_warps=tiling.num_warps,
-        num_stages=1,  # nothing is to be read ahead of `wait_for_inputs`
-        enable_fp_fusion=True,
-        **pdl_options(x.device),
+        **gemv_options(fmt, tiling, x),
     )
     return out
 
@@ -293,3 +286,29 @@ def linear(
 ) -> torch.Tensor:
     """`linears` of one matrix."""
     return linears(x, (matrix,), norm, residual)[0]
+
+
+def normed_linear_reference(
+    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = rms_norm_reference(x, *norm)
+    matrices = (matrix,) if more is None else (matrix, more)
+    return h, torch.cat([linear_reference(h, each) for each in matrices], dim=1)
+
+
+@verb(normed_linear_reference)
+def normed_linear(
+    x: torch.Tensor, norm: Norm, matrix: Matrix, more: Matrix | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router, where the normed vector is wanted too: h = norm(x), [T, in], and
+    `linear(h, matrix)`; with `more`, its result behind that."""
+    check_kernel_device(x)
+    matrices = [matrix] if more is None else [matrix, more]
+    check_linears(x, matrices, norm, None)
+    if x.shape[0] == 1:
+        h = torch.empty_like(x)
+        # the tiling that `matrix` has by itself, so that `more` does not change a bit of its result
+        tiling = tiling_of(x, [matrix])
+        return h, one_token(x, matrices, norm, None, tiling, h)
+    h = rms_norm.launch(x, *norm)
+    return h, torch.cat(linears.launch(h, matrices), dim=1)

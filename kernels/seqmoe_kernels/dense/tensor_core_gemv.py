@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from seqmoe_kernels.common.launch import pdl_options
+from seqmoe_kernels.dense.tiling import RowTiling
 from seqmoe_kernels.formats import Format
 
 _SLICES = tl.constexpr(8)
@@ -30,14 +32,21 @@ _TRITON_DTYPES = {
 }
 
 
-def operands(fmt: Format, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a kernel: as what weights and elements of a vector of `dtype` are multiplied,
-    and where. The interpreter has no bfloat16."""
-    operand = fmt.operand(dtype)
+def gemv_options(fmt: Format, tiling: RowTiling, vector: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a kernel: the tiling, as what weights and elements of `vector` are multiplied
+    and where, the device. The interpreter has no bfloat16."""
+    operand = fmt.operand(vector.dtype)
     interpreted = triton.knobs.runtime.interpret and operand == torch.bfloat16
     return {
+        "ROWS": tiling.rows,
+        "TILES": tiling.tiles,
+        "WARPS": tiling.num_warps,
         "OPERAND": tl.float32 if interpreted else _TRITON_DTYPES[operand],
         "TENSOR_CORES": operand != torch.float32,
+        "num_warps": tiling.num_warps,
+        "num_stages": 1,  # nothing is to be read ahead of `wait_for_inputs`
+        "enable_fp_fusion": True,
+        **pdl_options(vector.device),
     }
 
 

@@ -6,22 +6,18 @@ with down, adds up the experts with their weights, and adds the residual stream.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 
 from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.common.launch import pdl_options
 from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.dense.tensor_core_gemv import operands
+from seqmoe_kernels.dense.tensor_core_gemv import gemv_options
 from seqmoe_kernels.dense.tiling import RowTiling, down_tiling, gate_up_tiling
 from seqmoe_kernels.experts.activation import SWIGLU, Activation
 from seqmoe_kernels.experts.combine import combine_reference
 from seqmoe_kernels.experts.mlp_kernels import _down_kernel, _gate_up_kernel
 from seqmoe_kernels.experts.prefill import expert_pairs
 from seqmoe_kernels.experts.record import ExpertFormat, check_slots
-from seqmoe_kernels.formats import Format
 from seqmoe_kernels.pool.resolve import Resolved
 
 
@@ -37,23 +33,6 @@ def expert_mlp_reference(
     pairs = torch.empty((1, len(weights), fmt.hidden), device=x.device)
     expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs, activation)
     return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
-
-
-def check_expert_mlp(
-    x: torch.Tensor,
-    h: torch.Tensor,
-    slots: torch.Tensor,
-    resolved: Resolved,
-    weights: torch.Tensor,
-    fmt: ExpertFormat,
-) -> None:
-    check("x", x, FLOATS, (1, fmt.hidden), x.device)
-    check("h", h, x.dtype, (1, fmt.hidden), x.device)
-    check_slots(slots, fmt, x.device)
-    check("resolved.slots", resolved.slots, torch.int32, (-1,), x.device)
-    check("resolved.miss_slots", resolved.miss_slots, torch.int32, resolved.slots.shape, x.device)
-    check("resolved.num_misses", resolved.num_misses, torch.int32, (1,), x.device)
-    check("weights", weights, torch.float32, resolved.slots.shape, x.device)
 
 
 def gate_up(
@@ -79,7 +58,7 @@ def gate_up(
         GATE=fmt.gate.part_offsets,
         UP=fmt.up.part_offsets,
         BLOCK_K=triton.next_power_of_2(num_pairs),
-        **_options(fmt.gate.format, tiling, h),
+        **gemv_options(fmt.gate.format, tiling, h),
     )
     return act
 
@@ -107,23 +86,9 @@ def down(
         I=fmt.inter,
         DOWN=fmt.down.part_offsets,
         TOP_K=len(pair_slots),
-        **_options(fmt.down.format, tiling, act),
+        **gemv_options(fmt.down.format, tiling, act),
     )
     return out
-
-
-def _options(fmt: Format, tiling: RowTiling, vector: torch.Tensor) -> dict[str, Any]:
-    """What both launches say of the tiling and the device."""
-    return {
-        "ROWS": tiling.rows,
-        "TILES": tiling.tiles,
-        "WARPS": tiling.num_warps,
-        **operands(fmt, vector.dtype),
-        "num_warps": tiling.num_warps,
-        "num_stages": 1,  # nothing is to be read ahead of `wait_for_inputs`
-        "enable_fp_fusion": True,
-        **pdl_options(vector.device),
-    }
 
 
 @verb(expert_mlp_reference)
@@ -144,7 +109,13 @@ def expert_mlp(
     not depend on which slots they are.
     """
     check_kernel_device(x)
-    check_expert_mlp(x, h, slots, resolved, weights, fmt)
+    check("x", x, FLOATS, (1, fmt.hidden), x.device)
+    check("h", h, x.dtype, (1, fmt.hidden), x.device)
+    check_slots(slots, fmt, x.device)
+    check("resolved.slots", resolved.slots, torch.int32, (-1,), x.device)
+    check("resolved.miss_slots", resolved.miss_slots, torch.int32, resolved.slots.shape, x.device)
+    check("resolved.num_misses", resolved.num_misses, torch.int32, (1,), x.device)
+    check("weights", weights, torch.float32, resolved.slots.shape, x.device)
     act = gate_up(h, slots, resolved, fmt, activation, gate_up_tiling(fmt.gate.row_bytes))
     tiling = down_tiling(fmt.down.row_bytes * len(weights))
     return down(act, slots, resolved.slots, weights, x, fmt, tiling)

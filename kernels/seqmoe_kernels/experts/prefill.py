@@ -31,19 +31,6 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.float() @ weight.float().t()
 
 
-def check_expert_pairs(
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    pair_slots: torch.Tensor,
-    fmt: ExpertFormat,
-    out: torch.Tensor,
-) -> None:
-    check("x", x, FLOATS, (-1, fmt.hidden), x.device)
-    check_slots(slots, fmt, x.device)
-    check("pair_slots", pair_slots, torch.int32, (x.shape[0], -1), x.device)
-    check("out", out, torch.float32, (*pair_slots.shape, fmt.hidden), x.device)
-
-
 def expert_pairs(
     x: torch.Tensor,
     slots: torch.Tensor,
@@ -59,7 +46,10 @@ def expert_pairs(
     dtype of `x`; on a GPU so are decoded weights. A pair's bits depend neither on its slot nor on
     the other experts of the call. The host waits for `pair_slots`.
     """
-    check_expert_pairs(x, slots, pair_slots, fmt, out)
+    check("x", x, FLOATS, (-1, fmt.hidden), x.device)
+    check_slots(slots, fmt, x.device)
+    check("pair_slots", pair_slots, torch.int32, (x.shape[0], -1), x.device)
+    check("out", out, torch.float32, (*pair_slots.shape, fmt.hidden), x.device)
     weight_dtype = x.dtype if x.is_cuda else torch.float32
     for slot, pairs in _pairs_by_slot(pair_slots).items():
         gate, up, down = (weight.decode(slots[slot], weight_dtype) for weight in fmt[:3])

@@ -29,10 +29,8 @@ class StoredWeight(NamedTuple):
     @property
     def part_offsets(self) -> tuple[int, ...]:
         """In elements of each part."""
-        return tuple(
-            offset // dtype.itemsize
-            for offset, dtype in zip(self.offsets, self._dtypes(), strict=True)
-        )
+        pairs = zip(self.offsets, self._dtypes(), strict=True)
+        return tuple(offset // dtype.itemsize for offset, dtype in pairs)
 
     def views(self, slots: torch.Tensor) -> tuple[PartOfSlots, ...]:
         """The slots, uint8 [S, R], as arrays of each part's dtype, for kernels."""
@@ -85,15 +83,6 @@ class ExpertFormat(NamedTuple):
         return self.gate.rows
 
 
-class _Part(Protocol):
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def offset(self) -> int: ...
-
-
 class Layout(Protocol):
     """Named parts of a record: those of gate, up and down, each named with the suffix that the
     format gives it, and `stamp`."""
@@ -102,7 +91,7 @@ class Layout(Protocol):
     def record_bytes(self) -> int: ...
     @property
     def format(self) -> str: ...
-    def __getitem__(self, name: str) -> _Part: ...
+    def __getitem__(self, name: str) -> Any: ...  # `shape`, and `offset` in the record
 
 
 def expert_format(layout: Layout) -> ExpertFormat:

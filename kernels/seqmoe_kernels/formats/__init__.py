@@ -63,8 +63,9 @@ class TileFunctions(NamedTuple):
     vector: Any
     # (by, scales): f32 `by` [W, 8] times the factor of each slice: [W, R, 8] or [W, 1, 8].
     factor: Any
-    # (weight, others, row, column, rows, cols, ROWS, COLS): f32 [ROWS, COLS] from there on, zero
-    # past `rows` and `cols`. ROWS divides COLS, COLS divides 128, both divide `row` and `column`.
+    # (weight, others, at, mask, row, column, cols): the weights at the offsets `at` [R, C], f32,
+    # zero outside of `mask`. They begin at `row` and `column`, which R and C divide; R divides C, C
+    # divides 128. `cols` in all.
     dense: Any
 
 

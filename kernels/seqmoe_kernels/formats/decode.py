@@ -17,10 +17,10 @@ def _dequantize_kernel(
 ):
     """Parts of a stored weight (`others`: a tuple) -> `out` [rows, cols]."""
     first_row, first_col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
-    value = fmt.dense(weight, others, first_row, first_col, rows, cols, ROWS, COLS)
     row, col = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
     at = row[:, None].to(tl.int64) * cols + col[None, :]
     mask = (row < rows)[:, None] & (col < cols)[None, :]
+    value = fmt.dense(weight, others, at, mask, first_row, first_col, cols)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 

@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
-from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.formats import Format, Part, TileFunctions
+from seqmoe_kernels.formats import Format, Part, TileFunctions, check_parts
 from seqmoe_kernels.formats.decode import decode_by_tiles
 
 BLOCK = 128
@@ -104,40 +102,13 @@ def _factor(by, scales):
 
 
 @triton.jit
-def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _dense(weight, others, at, mask, row, column, cols):
     factor = tl.load(others[0] + row // _BLOCK * tl.cdiv(cols, _BLOCK) + column // _BLOCK)
-    row, column = row + tl.arange(0, ROWS), column + tl.arange(0, COLS)
-    mask = (row < rows)[:, None] & (column < cols)[None, :]
-    at = row[:, None].to(tl.int64) * cols + column[None, :]
     code = tl.load(weight + at, mask=mask, other=0.0)
     if code.dtype == tl.int8:
         return _decode_biased(code) * _UNBIAS * factor
     else:
         return code.to(tl.float32) * factor
-
-
-def dequantize_reference(
-    weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    rows, cols = weight.shape
-    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
-    return (weight.float() * spread).to(dtype)
-
-
-@verb(dequantize_reference)
-def dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `weight` (float8_e4m3fn [R, C]) times its block's `scale` (f32 [R/128, C/128], rounded
-    up), rounded once to `dtype`.
-    """
-    check_kernel_device(weight)
-    check("weight", weight, torch.float8_e4m3fn, (-1, -1), weight.device)
-    rows, cols = weight.shape
-    check("scale", scale, torch.float32, num_blocks(rows, cols), weight.device)
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype is {dtype}, expected {' or '.join(map(str, FLOATS))}")
-    out = torch.empty((rows, cols), dtype=dtype, device=weight.device)
-    decode_by_tiles(FP8.tiles, weight.view(torch.int8), (scale,), out)
-    return out
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
@@ -158,7 +129,14 @@ class Fp8Block(Format):
 
     def decode(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         weight, scale = parts
-        return dequantize(weight, scale, dtype)
+        rows, cols = weight.shape
+        check_parts(self, parts, rows, cols, weight.device)
+        if weight.is_cuda:
+            out = torch.empty((rows, cols), dtype=dtype, device=weight.device)
+            decode_by_tiles(self.tiles, weight.view(torch.int8), (scale,), out)
+            return out
+        spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+        return (weight.float() * spread).to(dtype)
 
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The scale of a block is its largest magnitude / 448, and 1 for a block of zeros; values

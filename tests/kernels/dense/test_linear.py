@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from seqmoe_kernels import Matrix, Norm, linear, linears
-from seqmoe_kernels.dense.linear import linear_reference, linears_reference, one_token
-from seqmoe_kernels.dense.norm_linear import normed_linear
+from seqmoe_kernels.dense.linear import (
+    linear_reference,
+    linears_reference,
+    normed_linear,
+    one_token,
+)
 from seqmoe_kernels.dense.tiling import RowTiling, linear_tiling
-from seqmoe_kernels.formats.fp8_block import dequantize_reference
+from seqmoe_kernels.formats.fp8_block import FP8
 from tests.kernels.fp8_weights import random_fp8
 
 SHAPES = [(1, 16), (7, 96), (130, 128), (96, 576), (64, 2048), (256, 272), (5, 8208)]
@@ -64,7 +68,7 @@ def test_gemv_fp8(
     x = torch.randn((1, cols), generator=gen).to(dtype)
     weight, scale = random_fp8(gen, rows, cols)
     got = launched(x.to(device), weight.to(device), scale.to(device))
-    decoded = dequantize_reference(weight, scale, torch.float32)
+    decoded = FP8.decode((weight, scale), torch.float32)
     assert_close_to_product(got, x, decoded, 5e-7 if dtype == torch.float32 else 2**-7)
     reference = linear_reference(x, Matrix.of(weight, scale))
     assert_close_to_product(reference, x, decoded, 5e-7 if dtype == torch.float32 else 2**-8)
@@ -119,7 +123,7 @@ def test_many_tokens(device: torch.device, gen: torch.Generator, dtype: torch.dt
     weight, scale = random_fp8(gen, 130, 96)
     shift = torch.randn(130, generator=gen).to(dtype)
     got = launched(x.to(device), weight.to(device), scale.to(device), bias=shift.to(device))
-    wide = torch.cat((dequantize_reference(weight, scale, torch.float32), shift[:, None]), 1)
+    wide = torch.cat((FP8.decode((weight, scale), torch.float32), shift[:, None]), 1)
     unit = 5e-7 if dtype == torch.float32 else 2**-7
     assert_close_to_product(got, torch.cat((x, torch.ones(5, 1)), 1), wide, unit)
     plain = torch.randn((130, 96), generator=gen).to(dtype)
