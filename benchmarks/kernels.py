@@ -48,7 +48,6 @@ from seqmoe_kernels import (
     sample,
 )
 from seqmoe_kernels.dense.tiling import down_tiling, gate_up_tiling
-from seqmoe_kernels.experts.activation import SWIGLU
 from seqmoe_kernels.experts.mlp import down, gate_up
 from seqmoe_kernels.state import NUM_MARKS
 from seqmoe_weights.layout import RecordLayout
@@ -187,7 +186,7 @@ def expert_cases(kind: str, fmt: ExpertFormat, slots: torch.Tensor) -> Iterator[
     orders = orders_of_slots()
     part = TOP_K * (INTER * fmt.gate.row_bytes + SCALES * (fmt is FORMAT))
     wide, tall = gate_up_tiling(fmt.gate.row_bytes), down_tiling(TOP_K * fmt.down.row_bytes)
-    calls = [lambda p=p: gate_up(x, slots, found(p), fmt, SWIGLU, wide) for p in orders]
+    calls = [lambda p=p: gate_up(x, slots, found(p), fmt, wide) for p in orders]
     yield Case(f"experts ({kind}): gate, up", 2 * part, calls)
     calls = [lambda p=p: read_gate_up(slots, p, fmt) for p in orders]
     yield Case(f"experts ({kind}): gate, up, only read", 2 * part, calls)

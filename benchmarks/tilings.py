@@ -38,7 +38,6 @@ from benchmarks.kernels import (
 from seqmoe_kernels import Matrix, Norm
 from seqmoe_kernels.dense.linear import one_token
 from seqmoe_kernels.dense.tiling import RowTiling
-from seqmoe_kernels.experts.activation import SWIGLU
 from seqmoe_kernels.experts.mlp import down, gate_up
 
 
@@ -56,7 +55,7 @@ def subjects() -> Iterator[Subject]:
     norm = Norm(torch.randn(HIDDEN, dtype=BF16, device="cuda"), 1e-6)
     act = torch.randn((TOP_K, INTER), dtype=BF16, device="cuda")
     shares = torch.rand(TOP_K, device="cuda")
-    calls = [lambda t, p=p: gate_up(x, slots, found(p), FORMAT, SWIGLU, t) for p in orders]
+    calls = [lambda t, p=p: gate_up(x, slots, found(p), FORMAT, t) for p in orders]
     yield Subject("gate+up", candidates(HIDDEN), calls)
     calls = [lambda t, p=p: down(act, slots, p, shares, x, FORMAT, t) for p in orders]
     yield Subject("down", candidates(TOP_K * INTER), calls)

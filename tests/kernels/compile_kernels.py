@@ -25,8 +25,7 @@ from seqmoe_kernels.eviction.ghost_cache import GhostCache
 from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.record import expert_format
-from seqmoe_kernels.formats import format_names, fp8_block
-from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.formats import decode_by_tiles, format_names, fp8_block
 from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import Prefetching, fetch

@@ -16,7 +16,7 @@ import seqmoe_weights.families as families
 from seqmoe_cli.engine.engine import Engine
 from seqmoe_cli.settings import EngineOptions, PoolSize, SamplingParams
 from seqmoe_kernels import expert_format, expert_mlp
-from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.formats import decode_by_tiles
 from seqmoe_kernels.pool.resolve import Resolved
 from seqmoe_weights.convert import convert
 from seqmoe_weights.layout import RecordLayout, pack_record, part_view

@@ -29,7 +29,7 @@ from seqmoe_kernels.attention.decode_parts import (
     tile,
 )
 from seqmoe_kernels.attention.rope import Rotation, rotary_reference
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import rms_norm_reference
@@ -226,7 +226,6 @@ def attention_step(
     and the result does not depend on the capacity C. Calls on a device follow each other on one
     stream.
     """
-    check_kernel_device(q)
     _check_step(q, k, v, keys, values, position, rotation)
     capacity, num_kv_heads, dim = keys.shape
     num_heads = q.numel() // dim

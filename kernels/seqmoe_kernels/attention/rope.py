@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.verb import verb
 
 
@@ -56,7 +56,6 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> 
 
     Dimension i pairs with i + D/2. Angles and rotation are f32; the result has the dtype of `x`.
     """
-    check_kernel_device(x)
     check("x", x, FLOATS, (-1, -1, -1), x.device)
     num_tokens, num_heads, dim = x.shape
     if dim % 2:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+import triton
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,12 +19,18 @@ class Verb(Generic[P, R]):
     the two by themselves, for tests: in Triton's interpreter `launch` takes tensors of the CPU."""
 
     def __init__(self, launch: Callable[P, R], reference: Callable[P, R]) -> None:
-        self.launch, self.reference = launch, reference
+        self._launch, self.reference = launch, reference
         functools.update_wrapper(self, launch)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        run = self.launch if _on_gpu((*args, *kwargs.values())) else self.reference
+        run = self._launch if _on_gpu((*args, *kwargs.values())) else self.reference
         return run(*args, **kwargs)
+
+    def launch(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Raises ValueError for tensors of the CPU, unless Triton interprets."""
+        if not (triton.knobs.runtime.interpret or _on_gpu((*args, *kwargs.values()))):
+            raise ValueError("a Triton kernel needs CUDA tensors, got those of a cpu")
+        return self._launch(*args, **kwargs)
 
 
 def verb(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Verb[P, R]]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, normalized, rms_norm, rms_norm_reference
@@ -102,11 +102,6 @@ def _normed(value, gain, inv_rms):
 
 
 @triton.jit
-def _square(value):
-    return value.to(tl.float32) * value.to(tl.float32)
-
-
-@triton.jit
 def _gemv_kernel(
     inputs,
     matrices,
@@ -174,7 +169,7 @@ def _gemv_kernel(
             if TILES * COLUMNS >= K:
                 squares = tl.zeros(at.shape, tl.float32)
                 for i in tl.static_range(TILES):
-                    squares += _square(vectors[i])
+                    squares += vectors[i].to(tl.float32) * vectors[i].to(tl.float32)
                 inv_rms = tl.rsqrt(tl.sum(squares) / K + inputs.eps)
             elif batch == 0:
                 inv_rms = inverse_rms(x, inputs.eps, K, BLOCK_H)
@@ -232,7 +227,6 @@ def linears(
     The product is rounded to that dtype before the residual is added. All matrices are stored in
     one format, and either all have a bias or none.
     """
-    check_kernel_device(x)
     check_linears(x, matrices, norm, residual)
     if x.shape[0] == 1:
         row = one_token(x, matrices, norm, residual, tiling_of(x, matrices))
@@ -302,7 +296,6 @@ def normed_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The router, where the normed vector is wanted too: h = norm(x), [T, in], and
     `linear(h, matrix)`; with `more`, its result behind that."""
-    check_kernel_device(x)
     matrices = [matrix] if more is None else [matrix, more]
     check_linears(x, matrices, norm, None)
     if x.shape[0] == 1:

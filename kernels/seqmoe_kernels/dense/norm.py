@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 
@@ -56,7 +56,6 @@ def _rms_norm_kernel(x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, 
 @verb(rms_norm_reference)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension of `x` [..., H] in f32, cast back, multiply by `weight` [H]."""
-    check_kernel_device(x)
     check("x", x, FLOATS, tuple(x.shape), x.device)
     hidden = x.shape[-1]
     check("weight", weight, x.dtype, (hidden,), x.device)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import SPAN, ExpectedUse, check_expected_use, width_of
@@ -116,7 +116,6 @@ def calibrate(
     """A step begins: compare past forecasts with what the last step `used`, int32 [L * K], flat ids
     layer by layer, N or more for none. A `ghost` follows it; `update_expected_use` does the
     rest."""
-    check_kernel_device(used)
     num_experts, num_layers = len(expected_use.recent), len(used) // top_k
     check("used", used, torch.int32, (num_layers * top_k,), used.device)
     check_expected_use(expected_use, num_experts, used.device)

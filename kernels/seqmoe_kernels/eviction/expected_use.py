@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import Layout, check, check_all, check_kernel_device, zeros
+from seqmoe_kernels.common.checks import Layout, check, check_all, zeros
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.ghost_cache import (
@@ -244,7 +244,6 @@ def update_expected_use(
     """Once past forecasts are judged: mix the new one, `expected` f32 [W, N] uses, with the rates
     that `pool.usage` lets expect, decayed counts that RULE_NOW has been set on for. From now on the
     victims of this step can be chosen. A `ghost` goes on by a step, see `calibrate`."""
-    check_kernel_device(expected)
     num_experts = len(pool.slot_of)
     check("expected", expected, torch.float32, (NUM_WINDOWS, num_experts), expected.device)
     check_expected_use(expected_use, num_experts, expected.device, len(pool.owner))

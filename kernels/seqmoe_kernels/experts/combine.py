@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.verb import verb
 
 
@@ -37,7 +37,6 @@ def combine(pairs: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype) 
 
     Returns `out_dtype` [T, H].
     """
-    check_kernel_device(pairs)
     check("pairs", pairs, torch.float32, (-1, -1, -1), pairs.device)
     num_tokens, top_k, hidden = pairs.shape
     check("weights", weights, torch.float32, (num_tokens, top_k), pairs.device)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.tensor_core_gemv import gemv_options
 from seqmoe_kernels.dense.tiling import RowTiling, down_tiling, gate_up_tiling
-from seqmoe_kernels.experts.activation import SWIGLU, Activation
 from seqmoe_kernels.experts.combine import combine_reference
 from seqmoe_kernels.experts.mlp_kernels import _down_kernel, _gate_up_kernel
 from seqmoe_kernels.experts.prefill import expert_pairs
@@ -28,20 +27,14 @@ def expert_mlp_reference(
     resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
-    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
     pairs = torch.empty((1, len(weights), fmt.hidden), device=x.device)
-    expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs, activation)
+    expert_pairs(h, slots, resolved.slots.unsqueeze(0), fmt, pairs)
     return x + combine_reference(pairs, weights.unsqueeze(0), x.dtype)
 
 
 def gate_up(
-    h: torch.Tensor,
-    slots: torch.Tensor,
-    resolved: Resolved,
-    fmt: ExpertFormat,
-    activation: Activation,
-    tiling: RowTiling,
+    h: torch.Tensor, slots: torch.Tensor, resolved: Resolved, fmt: ExpertFormat, tiling: RowTiling
 ) -> torch.Tensor:
     """The activations [K, I] of one token's experts."""
     num_pairs = len(resolved.slots)
@@ -52,7 +45,7 @@ def gate_up(
         resolved=resolved,
         act=act,
         fmt=fmt.gate.format.tiles,
-        activation=activation.kernel,
+        activation=fmt.activation.kernel,
         H=fmt.hidden,
         I=fmt.inter,
         GATE=fmt.gate.part_offsets,
@@ -99,7 +92,6 @@ def expert_mlp(
     resolved: Resolved,
     weights: torch.Tensor,
     fmt: ExpertFormat,
-    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
     """Return x plus the sum over K of `weights` times down(activation(gate(h), up(h))).
 
@@ -108,7 +100,6 @@ def expert_mlp(
     f32; the activation and the sum over the experts are rounded to the dtype of `x`. The bits do
     not depend on which slots they are.
     """
-    check_kernel_device(x)
     check("x", x, FLOATS, (1, fmt.hidden), x.device)
     check("h", h, x.dtype, (1, fmt.hidden), x.device)
     check_slots(slots, fmt, x.device)
@@ -116,6 +107,6 @@ def expert_mlp(
     check("resolved.miss_slots", resolved.miss_slots, torch.int32, resolved.slots.shape, x.device)
     check("resolved.num_misses", resolved.num_misses, torch.int32, (1,), x.device)
     check("weights", weights, torch.float32, resolved.slots.shape, x.device)
-    act = gate_up(h, slots, resolved, fmt, activation, gate_up_tiling(fmt.gate.row_bytes))
+    act = gate_up(h, slots, resolved, fmt, gate_up_tiling(fmt.gate.row_bytes))
     tiling = down_tiling(fmt.down.row_bytes * len(weights))
     return down(act, slots, resolved.slots, weights, x, fmt, tiling)

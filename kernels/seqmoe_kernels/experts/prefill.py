@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from seqmoe_kernels.common.checks import FLOATS, check
-from seqmoe_kernels.experts.activation import SWIGLU, Activation
 from seqmoe_kernels.experts.record import ExpertFormat, check_slots
 
 
@@ -37,7 +36,6 @@ def expert_pairs(
     pair_slots: torch.Tensor,
     fmt: ExpertFormat,
     out: torch.Tensor,
-    activation: Activation = SWIGLU,
 ) -> None:
     """Write down(activation(gate(x), up(x))) of every pair into `out` (f32 [T, K, H]).
 
@@ -54,5 +52,5 @@ def expert_pairs(
     for slot, pairs in _pairs_by_slot(pair_slots).items():
         gate, up, down = (weight.decode(slots[slot], weight_dtype) for weight in fmt[:3])
         rows = x[pairs // pair_slots.shape[1]]
-        act = activation.reference(_product(rows, gate), _product(rows, up))
+        act = fmt.activation.reference(_product(rows, gate), _product(rows, up))
         out.view(-1, fmt.hidden)[pairs] = _product(act.to(x.dtype), down)

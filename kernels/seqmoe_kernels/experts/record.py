@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -61,6 +62,21 @@ class PartOfSlots(NamedTuple):
     stride: int  # elements from one slot to the next
 
 
+class Activation(NamedTuple):
+    """Elements of gate(h) and up(h), f32 -> what down is multiplied with, f32."""
+
+    kernel: Any  # (gate, up), a function of Triton
+    reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@triton.jit
+def _swiglu(gate, up):
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+SWIGLU = Activation(_swiglu, lambda gate, up: F.silu(gate) * up)
+
+
 class ExpertFormat(NamedTuple):
     """The record of one expert. It may differ from layer to layer.
 
@@ -73,6 +89,7 @@ class ExpertFormat(NamedTuple):
     down: StoredWeight
     stamp: int
     record_bytes: int
+    activation: Activation = SWIGLU
 
     @property
     def hidden(self) -> int:

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import check
+
+_ROWS, _COLS = 32, 128  # of a tile that is decoded
 
 # Dtypes of parts, as safetensors files name them.
 TORCH_DTYPES = {
@@ -63,9 +66,8 @@ class TileFunctions(NamedTuple):
     vector: Any
     # (by, scales): f32 `by` [W, 8] times the factor of each slice: [W, R, 8] or [W, 1, 8].
     factor: Any
-    # (weight, others, at, mask, row, column, cols): the weights at the offsets `at` [R, C], f32,
-    # zero outside of `mask`. They begin at `row` and `column`, which R and C divide; R divides C, C
-    # divides 128. `cols` in all.
+    # (weight, others, row, column, rows, cols, ROWS, COLS): f32 [ROWS, COLS] from there on, zero
+    # past `rows` and `cols`. ROWS divides COLS, COLS divides 128, both divide `row` and `column`.
     dense: Any
 
 
@@ -141,3 +143,34 @@ def check_parts(
     for part, tensor in zip(expected, parts, strict=True):
         dtype = TORCH_DTYPES[part.dtype]
         check(f"weight{part.suffix}", tensor, dtype, part.shape, device)
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight, others, fmt, out, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Parts of a stored weight (`others`: a tuple) -> `out` [rows, cols]."""
+    first_row, first_col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
+    value = fmt.dense(weight, others, first_row, first_col, rows, cols, ROWS, COLS)
+    row, col = first_row + tl.arange(0, ROWS), first_col + tl.arange(0, COLS)
+    at = row[:, None].to(tl.int64) * cols + col[None, :]
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+def decode_by_tiles(
+    fmt: TileFunctions, weight: torch.Tensor, others: tuple[torch.Tensor, ...], out: torch.Tensor
+) -> None:
+    """Decode `weight` and the `others` of its parts into `out` [rows, cols], any float dtype."""
+    rows, cols = out.shape
+    _dequantize_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(cols, _COLS))](
+        weight=weight,
+        others=others,
+        fmt=fmt,
+        out=out,
+        rows=rows,
+        cols=cols,
+        ROWS=_ROWS,
+        COLS=_COLS,
+        enable_fp_fusion=True,
+    )

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from seqmoe_kernels.formats import Format, Part, TileFunctions, check_parts
-from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.formats import Format, Part, TileFunctions, check_parts, decode_by_tiles
 
 BLOCK = 128
 LARGEST = 448.0  # finite e4m3 value
@@ -102,20 +101,16 @@ def _factor(by, scales):
 
 
 @triton.jit
-def _dense(weight, others, at, mask, row, column, cols):
+def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     factor = tl.load(others[0] + row // _BLOCK * tl.cdiv(cols, _BLOCK) + column // _BLOCK)
+    row, column = row + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    mask = (row < rows)[:, None] & (column < cols)[None, :]
+    at = row[:, None].to(tl.int64) * cols + column[None, :]
     code = tl.load(weight + at, mask=mask, other=0.0)
     if code.dtype == tl.int8:
         return _decode_biased(code) * _UNBIAS * factor
     else:
         return code.to(tl.float32) * factor
-
-
-def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[R, C] -> [R/128, 128, C/128, 128], padded with zeros."""
-    rows, columns = weight.shape
-    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
 
 
 class Fp8Block(Format):
@@ -141,12 +136,14 @@ class Fp8Block(Format):
     def encode(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The scale of a block is its largest magnitude / 448, and 1 for a block of zeros; values
         round to nearest, ties to even."""
-        blocks = _blocks(weight.float())
+        rows, cols = weight.shape
+        padded = pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.reshape(len(padded) // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
         largest = blocks.abs().amax(dim=(1, 3))
         scales = torch.where(largest > 0, (largest / LARGEST).clamp_min(_SMALLEST_SCALE), 1.0)
         # Rounding of the quotient may end just above 448, which the cast would turn into NaN.
         scaled = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST)
-        whole = scaled.reshape(scaled.shape[0] * BLOCK, -1)[: weight.shape[0], : weight.shape[1]]
+        whole = scaled.reshape(padded.shape)[:rows, :cols]
         return whole.contiguous().to(torch.float8_e4m3fn), scales
 
     def operand(self, dtype: torch.dtype) -> torch.dtype:

@@ -37,7 +37,10 @@ def _factor(by, scales):
 
 
 @triton.jit
-def _dense(weight, others, at, mask, row, column, cols):
+def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row, column = row + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    mask = (row < rows)[:, None] & (column < cols)[None, :]
+    at = row[:, None].to(tl.int64) * cols + column[None, :]
     return tl.load(weight + at, mask=mask, other=0).to(tl.float32)
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 
@@ -90,7 +90,6 @@ def _row_sum_kernel(
 def sum_rows(table: torch.Tensor, step: StepInput) -> torch.Tensor:
     """The sum of the rows `used` of `table` [N, D], plus the vector of the token by the matrix
     [D, R] if there is a `token_input`: f32 [D]."""
-    check_kernel_device(table)
     check("table", table, FLOATS, (-1, -1), table.device)
     num_rows, width = table.shape
     rank = check_step_input(step, width, table.device)

@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
-from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows
-from seqmoe_kernels.predictor.tiling import wide_tiling
+from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows, wide_tiling
 
 
 class GruWeights(NamedTuple):
@@ -110,7 +109,6 @@ def gru_step(
     Between the kernel that writes `past` and this one must be one that waits before it lets others
     start, as `sum_rows` does.
     """
-    check_kernel_device(x)
     width, dtype = len(x), weights.own.dtype
     check_width(width)
     for name, vector in (("x", x), ("past", past), ("present", present)):

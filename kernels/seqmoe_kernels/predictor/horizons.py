@@ -7,14 +7,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
-from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows, vector
+from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows, tiling_for, vector
 from seqmoe_kernels.predictor.gru import sigmoid
-from seqmoe_kernels.predictor.tiling import tiling_for
 
 NUM_WINDOWS = 4
 
@@ -61,7 +60,6 @@ def window_vectors(
 ) -> torch.Tensor:
     """With z = norm(`x`), x f32 [D], and `matrix` [W * D, D]: z + silu(matrix z + bias), f32
     [W, D]."""
-    check_kernel_device(x)
     num_rows, width = matrix.shape
     check_width(width)
     check("x", x, torch.float32, (width,), x.device)

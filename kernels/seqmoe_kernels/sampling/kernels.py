@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check_kernel_device
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.sampling.integer_probs import (
     NO_MASS,
@@ -302,7 +301,6 @@ def _draw_kernel(
 
 def launch_sampling(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """`sample` as six kernels."""
-    check_kernel_device(logits)
     check_sampling(logits, state)
     vocab_size = len(logits)
     num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -8,7 +8,6 @@ import torch
 from seqmoe_kernels import ExpertFormat, PoolState, Resolved, Routing, expert_pairs
 from seqmoe_kernels import expert_format as format_of_record
 from seqmoe_kernels.dense.tiling import RowTiling
-from seqmoe_kernels.experts.activation import SWIGLU
 from seqmoe_kernels.experts.mlp import down, expert_mlp, expert_mlp_reference, gate_up
 from seqmoe_kernels.formats.fp8_block import num_blocks
 from seqmoe_kernels.pool.choose import choose
@@ -174,7 +173,7 @@ def test_the_tiling_changes_rounding_at_most(
     slots, weights = random_slots(gen, fmt, 2)
     h = torch.randn((1, 272), generator=gen).bfloat16()
     at = found(torch.tensor([1, 0], dtype=torch.int32), device)
-    act = gate_up(h.to(device), slots.to(device), at, fmt, SWIGLU, tiling)
+    act = gate_up(h.to(device), slots.to(device), at, fmt, tiling)
     limit = tolerance(torch.bfloat16, device)
     for k, slot in enumerate((1, 0)):
         gate, up = (weights[slot][part].double() @ h[0].double() for part in (0, 1))

@@ -9,12 +9,12 @@ from seqmoe_kernels.formats import (
     TORCH_DTYPES,
     Format,
     Part,
+    decode_by_tiles,
     find_format,
     format_names,
     format_of,
     register,
 )
-from seqmoe_kernels.formats.decode import decode_by_tiles
 from seqmoe_kernels.formats.plain import Plain
 
 # The largest error of a stored value, as a share of the largest of its weight.

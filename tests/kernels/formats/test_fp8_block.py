@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seqmoe_kernels.formats.decode import decode_by_tiles
+from seqmoe_kernels.formats import decode_by_tiles
 from seqmoe_kernels.formats.fp8_block import FP8
 from tests.kernels.fp8_weights import random_fp8
 

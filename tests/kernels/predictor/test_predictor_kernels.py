@@ -19,9 +19,9 @@ from seqmoe_kernels import (
 )
 from seqmoe_kernels.predictor import heads as heads_module
 from seqmoe_kernels.predictor.embed import sum_rows, sum_rows_reference
+from seqmoe_kernels.predictor.f32_gemv import Tiling
 from seqmoe_kernels.predictor.gru import gru_step, gru_step_reference
 from seqmoe_kernels.predictor.horizons import window_vectors, window_vectors_reference
-from seqmoe_kernels.predictor.tiling import Tiling
 
 Draw = Callable[..., torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16]
