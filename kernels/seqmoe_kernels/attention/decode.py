@@ -33,6 +33,7 @@ from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import rms_norm_reference
+from seqmoe_kernels.dense.tensor_core_gemv import operand_dtype
 
 SPAN = 64  # the fewest positions of a span; multiples of it in contexts beyond MAX_SPANS of them
 TILE = 64  # positions that a program has on its way at once, at most
@@ -199,14 +200,6 @@ def _most_spans(num_kv_heads: int, span_elements: int) -> int:
     return 1 << max(most, 1).bit_length() - 1
 
 
-def _operand(dtype: torch.dtype) -> tl.dtype:
-    """What the matrix products take; the interpreter has none of bfloat16."""
-    if dtype == torch.float16:
-        return tl.float16
-    bf16 = dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
-    return tl.bfloat16 if bf16 else tl.float32
-
-
 @verb(attention_step_reference)
 def attention_step(
     q: torch.Tensor,
@@ -259,7 +252,7 @@ def attention_step(
         TILE=32 if wide else min(TILE, 2**13 // block_half),
         BLOCK_G=max(triton.next_power_of_2(group), 16),
         BLOCK_HALF=block_half,
-        OPERAND=_operand(q.dtype),
+        OPERAND=operand_dtype(q.dtype),
         num_warps=NUM_WARPS,
         num_stages=1,  # the loop reads ahead by itself
         enable_fp_fusion=True,

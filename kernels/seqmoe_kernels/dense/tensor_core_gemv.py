@@ -25,23 +25,24 @@ from seqmoe_kernels.formats import Format
 _SLICES = tl.constexpr(8)
 TILE_BITS = tl.constexpr(32 * 128)  # of a row in a tile: COLUMNS weights
 
-_TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+
+def operand_dtype(dtype: torch.dtype) -> tl.dtype:
+    """In Triton; the interpreter multiplies bfloat16 as float32."""
+    if dtype == torch.float16:
+        return tl.float16
+    bf16 = dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
+    return tl.bfloat16 if bf16 else tl.float32
 
 
 def gemv_options(fmt: Format, tiling: RowTiling, vector: torch.Tensor) -> dict[str, Any]:
     """Arguments of a kernel: the tiling, as what weights and elements of `vector` are multiplied
-    and where, the device. The interpreter has no bfloat16."""
+    and where, the device."""
     operand = fmt.operand(vector.dtype)
-    interpreted = triton.knobs.runtime.interpret and operand == torch.bfloat16
     return {
         "ROWS": tiling.rows,
         "TILES": tiling.tiles,
         "WARPS": tiling.num_warps,
-        "OPERAND": tl.float32 if interpreted else _TRITON_DTYPES[operand],
+        "OPERAND": operand_dtype(operand),
         "TENSOR_CORES": operand != torch.float32,
         "num_warps": tiling.num_warps,
         "num_stages": 1,  # nothing is to be read ahead of `wait_for_inputs`

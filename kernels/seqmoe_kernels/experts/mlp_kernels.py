@@ -135,18 +135,6 @@ def _down_tile(
 
 
 @triton.jit
-def _activations(
-    act,
-    column,
-    I: tl.constexpr,  # noqa: E741
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-):
-    inside = (column < TOP_K * PADDED) & (column % PADDED < I)
-    return tl.load(act + column // PADDED * I + column % PADDED, mask=inside, other=0.0)
-
-
-@triton.jit
 def _down_kernel(
     act,
     slots,
@@ -208,7 +196,10 @@ def _down_kernel(
             wait_for_inputs(PDL)
             let_next_start(PDL)
         for i in tl.static_range(TILES):
-            vectors += (_activations(act, batch + i * COLUMNS + column, I, PADDED, TOP_K),)  # type: ignore[assignment]
+            place = batch + i * COLUMNS + column
+            mask = (place < LENGTH) & (place % PADDED < I)
+            source = act + place // PADDED * I + place % PADDED
+            vectors += (tl.load(source, mask=mask, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(TILES):
             rows = fmt.weights(slices_of_rows(tiles[i], WARPS), scales[i], OPERAND)
             vector, factor = fmt.vector(slices_of_vector(vectors[i], fmt.bits), OPERAND, STORED)

@@ -3,7 +3,7 @@
 Where the card converts FP8 by itself, kernels let it. Elsewhere they see the bytes as int8 and
 decode them with integer operations, just as exactly: the code's exponent and mantissa bits are
 moved to where f16 or f32 has them, which gives the value times 2^-8 or 2^-120 (the difference of
-the two exponent biases).
+the two exponent biases). That is wrong for the two NaN codes only.
 
 Weights and 16-bit vectors meet as f16: the codes fit exactly, and the vector does once each slice
 of it is brought near to 1 by a power of two (what is then below 2^-39 of a slice's largest is
@@ -43,20 +43,6 @@ def num_blocks(rows: int, cols: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _decode_biased(byte):
-    """Decode int8 e4m3 codes to f32 values times 2^-120. Wrong for the two NaN codes only."""
-    spread_sign = byte.to(tl.int32) << 20  # s s s s s e e e e m m m 0...
-    return (spread_sign & -0x78100000).to(tl.float32, bitcast=True)  # s 0 0 0 0 e e e e m m m 0...
-
-
-@triton.jit
-def _decode_half(byte):
-    """Decode int8 e4m3 codes to f16 values times 2^-8. Wrong for the two NaN codes only."""
-    spread_sign = byte.to(tl.int16) << 7  # s s e e e e m m m 0...
-    return (spread_sign & -0x4080).to(tl.float16, bitcast=True)  # s 0 e e e e m m m 0...
-
-
-@triton.jit
 def _scales(others, first, row, begin, inside, K: tl.constexpr, CACHE: tl.constexpr):
     """f32 [W, 8]: the rows of a tile lie in one row of blocks, a slice in one block."""
     at = others[0] + first // _BLOCK * tl.cdiv(K, _BLOCK) + begin // _BLOCK
@@ -71,7 +57,9 @@ def _joined(even, odd, is_odd):
 @triton.jit
 def _weights(rows, scales, OPERAND: tl.constexpr):
     if rows.dtype == tl.int8:
-        return _decode_half(rows).to(OPERAND)
+        spread_sign = rows.to(tl.int16) << 7  # s s e e e e m m m 0...
+        half = (spread_sign & -0x4080).to(tl.float16, bitcast=True)  # s 0 e e e e m m m 0...
+        return half.to(OPERAND)
     else:
         return rows.to(OPERAND)
 
@@ -80,7 +68,7 @@ def _weights(rows, scales, OPERAND: tl.constexpr):
 def _vector(rows, OPERAND: tl.constexpr, STORED: tl.constexpr):
     wide = rows.to(tl.float32)
     shrink, factor = _to_unity(tl.max(tl.abs(wide), 2))
-    if STORED.is_int8():  # see `_decode_half`
+    if STORED.is_int8():  # by which `_weights` are too small
         factor *= 256.0
     return (wide * shrink[:, :, None]).to(OPERAND), factor
 
@@ -108,7 +96,9 @@ def _dense(weight, others, row, column, rows, cols, ROWS: tl.constexpr, COLS: tl
     at = row[:, None].to(tl.int64) * cols + column[None, :]
     code = tl.load(weight + at, mask=mask, other=0.0)
     if code.dtype == tl.int8:
-        return _decode_biased(code) * _UNBIAS * factor
+        spread_sign = code.to(tl.int32) << 20  # s s s s s e e e e m m m 0...
+        biased = (spread_sign & -0x78100000).to(tl.float32, bitcast=True)  # s 0 0 0 0 e e e e m m m
+        return biased * _UNBIAS * factor
     else:
         return code.to(tl.float32) * factor
 
