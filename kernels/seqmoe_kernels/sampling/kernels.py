@@ -300,7 +300,15 @@ def _draw_kernel(
 
 
 def launch_sampling(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """`sample` as six kernels."""
+    """Choose a token id, int64 [1], from logits [V] in f32, bf16 or f16, and count it as part of
+    the answer.
+
+    Order: repeat penalty (divides positive and multiplies negative logits of tokens seen),
+    frequency and presence penalty (subtracted for tokens of the answer), temperature, top-k, top-p,
+    min-p, draw. Each filter looks at the probabilities that the one before it left over,
+    renormalised. Temperature 0 takes the largest logit. Equal logits: the lower id comes first.
+    The draw takes the token at a random share of the total, counted by id. Never waits for a GPU.
+    """
     check_sampling(logits, state)
     vocab_size = len(logits)
     num_blocks = triton.cdiv(vocab_size, BLOCK)

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from seqmoe_kernels.common.verb import verb
+from seqmoe_kernels.common.verb import Verb
 from seqmoe_kernels.sampling.integer_probs import NO_MASS, UNIT, distances, masses, random_share
 from seqmoe_kernels.sampling.kernels import launch_sampling
 from seqmoe_kernels.sampling.state import MIN_P, REPEAT, TEMPERATURE, TOP_K, SamplingState
@@ -59,15 +59,4 @@ def sample_reference(logits: torch.Tensor, state: SamplingState) -> torch.Tensor
     return token
 
 
-@verb(sample_reference)
-def sample(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Choose a token id, int64 [1], from logits [V] in f32, bf16 or f16, and count it as part of
-    the answer.
-
-    Order: repeat penalty (divides positive and multiplies negative logits of tokens seen),
-    frequency and presence penalty (subtracted for tokens of the answer), temperature, top-k, top-p,
-    min-p, draw. Each filter looks at the probabilities that the one before it left over,
-    renormalised. Temperature 0 takes the largest logit. Equal logits: the lower id comes first.
-    The draw takes the token at a random share of the total, counted by id. Never waits for a GPU.
-    """
-    return launch_sampling(logits, state)
+sample = Verb(launch_sampling, sample_reference)
