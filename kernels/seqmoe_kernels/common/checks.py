@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of tensors: their names and sizes
+Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of tensors, by name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,13 +39,15 @@ def check(
         raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
 
 
-def check_all(tensors: Any, layout: Layout, device: torch.device) -> None:
-    """`check` each attribute of `tensors` that `layout` names."""
-    for name, (dtype, shape) in layout.items():
+def check_all(tensors: Any, sizes: Sizes, device: torch.device) -> None:
+    """`check` each attribute of `tensors` that `sizes` names."""
+    for name, (dtype, shape) in sizes.items():
         check(name, getattr(tensors, name), dtype, shape, device)
 
 
-def zeros(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+def zeros(sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor]:
     """New tensors, by name."""
-    sizes = layout.items()
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in sizes}
+    return {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (dtype, shape) in sizes.items()
+    }

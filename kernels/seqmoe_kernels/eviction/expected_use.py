@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import Layout, check, check_all, zeros
+from seqmoe_kernels.common.checks import Sizes, check, check_all, zeros
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.ghost_cache import (
@@ -65,10 +65,10 @@ class ExpectedUse(NamedTuple):
     ) -> ExpectedUse:
         """Before the first step."""
         known = {"exp2": exp2.to(device, torch.int32), "weights": weights.to(device, torch.int64)}
-        return cls(**zeros(_layout(num_experts, num_slots), device) | known)
+        return cls(**zeros(_sizes(num_experts, num_slots), device) | known)
 
 
-def _layout(num_experts: int, num_slots: int) -> Layout:
+def _sizes(num_experts: int, num_slots: int) -> Sizes:
     """Of `ExpectedUse`."""
     f32, i32, i64 = torch.float32, torch.int32, torch.int64
     return {
@@ -94,7 +94,7 @@ def _layout(num_experts: int, num_slots: int) -> Layout:
 def check_expected_use(
     expected_use: ExpectedUse, num_experts: int, device: torch.device, num_slots: int = -1
 ) -> None:
-    check_all(expected_use, _layout(num_experts, num_slots), device)
+    check_all(expected_use, _sizes(num_experts, num_slots), device)
 
 
 def width_of(window: int) -> int:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import Layout, check_all, zeros
+from seqmoe_kernels.common.checks import Sizes, check_all, zeros
 from seqmoe_kernels.state import (
     MISSED_BY_COUNTS,
     MISSED_BY_FORECAST,
@@ -51,10 +51,10 @@ class GhostCache(NamedTuple):
     @classmethod
     def unknown(cls, num_experts: int, device: torch.device) -> GhostCache:
         """Before the first step: that begins with what the pool holds."""
-        return cls(**zeros(_layout(num_experts), device))
+        return cls(**zeros(_sizes(num_experts), device))
 
 
-def _layout(num_experts: int) -> Layout:
+def _sizes(num_experts: int) -> Sizes:
     """Of `GhostCache`."""
     return {
         "member": (torch.int32, (num_experts,)),
@@ -67,7 +67,7 @@ def _layout(num_experts: int) -> Layout:
 
 def check_ghost(ghost: GhostCache | None, num_experts: int, device: torch.device) -> None:
     if ghost is not None:
-        check_all(ghost, _layout(num_experts), device)
+        check_all(ghost, _sizes(num_experts), device)
 
 
 def _edges_reference(edge: int, pool: PoolState) -> torch.Tensor:

@@ -67,20 +67,13 @@ def _weights(rows, scales, OPERAND: tl.constexpr):
 @triton.jit
 def _vector(rows, OPERAND: tl.constexpr, STORED: tl.constexpr):
     wide = rows.to(tl.float32)
-    shrink, factor = _to_unity(tl.max(tl.abs(wide), 2))
+    # A power of two that brings the largest below 2^15, most to 2^14, and its inverse.
+    exponent = tl.max(tl.abs(wide), 2).to(tl.int32, bitcast=True) >> 23
+    shrink = (tl.minimum(268 - exponent, 253) << 23).to(tl.float32, bitcast=True)
+    factor = (tl.maximum(exponent - 14, 1) << 23).to(tl.float32, bitcast=True)
     if STORED.is_int8():  # by which `_weights` are too small
         factor *= 256.0
     return (wide * shrink[:, :, None]).to(OPERAND), factor
-
-
-@triton.jit
-def _to_unity(peak):
-    """A power of two that brings `peak` (f32, at least 0) below 2^15, most to 2^14, and its
-    inverse."""
-    exponent = peak.to(tl.int32, bitcast=True) >> 23
-    shrink = tl.minimum(268 - exponent, 253) << 23
-    grow = tl.maximum(exponent - 14, 1) << 23
-    return shrink.to(tl.float32, bitcast=True), grow.to(tl.float32, bitcast=True)
 
 
 @triton.jit
