@@ -13,6 +13,7 @@ import torch
 
 from seqmoe_cli.bench.matrix import Case
 from seqmoe_cli.bench.rows import Sample
+from seqmoe_cli.engine.decoding import captured
 from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.settings import SamplingParams
 
@@ -107,7 +108,7 @@ def kernels_per_token(engine: Engine) -> int | None:
     if engine.device.type != "cuda":
         return None
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.inference_mode(), captured(graph):
         engine.decoding.step()
     try:
         return count_kernels(graph)

@@ -7,10 +7,12 @@ fixed addresses. So it can be captured once and replayed for every token of ever
 
 from __future__ import annotations
 
+import gc
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,6 +63,23 @@ class EagerSteps:
         self._step()
 
 
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Record what the device is given meanwhile into `graph`; nothing of it runs.
+
+    What other threads do meanwhile is their own affair. The garbage collector waits: freeing the
+    graph of an earlier engine would make the capture invalid.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class GraphSteps:
     """Replays the step as one CUDA graph. The first step of all runs eagerly, which compiles its
     kernels; the second is captured. A step of another `kind` has a graph of its own."""
@@ -88,8 +107,7 @@ class GraphSteps:
             return
         if (graph := self._graphs[kind]) is None:
             graph = torch.cuda.CUDAGraph()
-            # records, runs nothing; what a thread that prefetches does meanwhile is its own affair
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with captured(graph):
                 self._step()
             self._graphs[kind] = graph
         graph.replay()

@@ -187,3 +187,22 @@ def test_times_by_the_clock_of_the_device(pair: tuple[Engine, Engine]) -> None:
         assert any(step.stats.misses for step in steps)
         # what the last layer waits for is counted by the first layer of the next step
         assert sum(step.stats.stall_s for step in steps) > 0
+
+
+@pytest.mark.gpu
+def test_a_graph_that_nothing_uses_does_not_spoil_a_capture() -> None:
+    """It sits in a reference cycle, so that only the garbage collector frees it."""
+    number = torch.zeros(1, device="cuda")
+    old = GraphSteps(lambda: number.add_(1))
+    old(), old()
+    unused = [old.graph]
+    unused.append(unused)
+    del old, unused
+
+    def step() -> None:
+        kept = [[] for _ in range(100_000)]  # enough new objects for every generation
+        number.add_(len(kept))
+
+    new = GraphSteps(step)
+    new(), new()
+    assert number.item() == 2 + 2 * 100_000
