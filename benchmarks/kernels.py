@@ -264,7 +264,8 @@ def residency_cases(slots: torch.Tensor) -> Iterator[Case]:
     for missing in (0, 1, TOP_K):
         ids = torch.randperm(NUM_SLOTS, device="cuda").int().view(-1, TOP_K)
         count = torch.tensor([missing], dtype=torch.int32, device="cuda")
-        calls = [lambda e=e, c=count: fetch(records, slots, e, e, c, marks) for e in ids]
+        misses = [Resolved(e, e, e, count) for e in ids]
+        calls = [lambda m=m: fetch(records, slots, m, marks) for m in misses]
         num_bytes = missing * FORMAT.record_bytes
         yield Case(f"fetch of {missing} records", num_bytes, calls, over_link=True)
 

@@ -14,7 +14,7 @@ from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.prefill import expert_pairs
 from seqmoe_kernels.experts.record import ExpertFormat, expert_format
 from seqmoe_kernels.pool.choose import Chosen, RecordedIds, Routing, choose
-from seqmoe_kernels.pool.fetch import Prefetching, fetch
+from seqmoe_kernels.pool.fetch import AllCopied, Signals, fetch
 from seqmoe_kernels.pool.lock import Handover
 from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
@@ -25,9 +25,10 @@ from seqmoe_kernels.predictor.gru import GruWeights, gru_step
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
 from seqmoe_kernels.predictor.horizons import window_vectors
 from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates
-from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefetches
-from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
-from seqmoe_kernels.prefetch.schedule import Request, read_request
+from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches
+from seqmoe_kernels.prefetch.lookahead import Predictions
+from seqmoe_kernels.prefetch.requests import Request, read_request
+from seqmoe_kernels.prefetch.schedule import schedule_prefetches
 from seqmoe_kernels.sampling.sample import sample
 from seqmoe_kernels.sampling.state import SamplingState
 from seqmoe_kernels.state import (
@@ -49,8 +50,7 @@ __all__ = [
     "MISSES",
     "NO_VICTIM",
     "READY",
-    "Ahead",
-    "Asking",
+    "AllCopied",
     "Chosen",
     "ExpertFormat",
     "ExpertHeads",
@@ -61,13 +61,14 @@ __all__ = [
     "Matrix",
     "Norm",
     "PoolState",
-    "Prefetching",
+    "Predictions",
     "RecordedIds",
     "Request",
     "Resolved",
     "Rotation",
     "Routing",
     "SamplingState",
+    "Signals",
     "StepForecast",
     "StepInput",
     "TokenInput",

@@ -24,7 +24,7 @@ CUT_BYTES = 12
 # Experts that the steps lacked whose victims were chosen by a forecast (misses, or prefetch hits),
 # and how many it would have been by decayed counts.
 MISSED_BY_FORECAST, MISSED_BY_COUNTS = range(13, 15)
-# Steps whose end a handover did not see.
+# Steps whose end the schedule kernel did not see.
 GAVE_UP = 15
 NUM_COUNTERS = 16
 # Indices into PoolState.marks: moments in nanoseconds, 0 if there was none.
@@ -36,7 +36,7 @@ RULE_TICK, RULE_NOW = 0, 1
 # Indices into Flights.rules. How many copies may be under way (0: none is asked for), asked for in
 # one layer, and have slots kept for them; the time of a layer, of a copy, and until one starts; how
 # much after it is wanted a copy may land to be worth it, and how long one is waited for; and how
-# probable a use must be to be foreseen, in units of 1/CERTAIN.
+# probable a use must be to be copied for, in units of 1/CERTAIN.
 IN_FLIGHT, PER_LAYER, MOST_KEPT, LAYER_NS, COPY_NS, DELAY_NS, SLACK_NS, PATIENCE_NS = range(8)
 LEAST = 8
 NUM_RULES = 9
@@ -44,7 +44,7 @@ CERTAIN = 1 << 16
 NUM_FLIGHTS = 32  # a power of two
 NUM_REQUESTS = 64  # entries of the ring; far more than copies that may be under way
 REQUEST_WORDS = 3
-MISSING, NAMED, RIGHT = range(3)  # columns of Flights.accuracy
+MISSING, PREDICTED, RIGHT = range(3)  # columns of Flights.accuracy
 
 
 class PoolState(NamedTuple):
@@ -91,11 +91,11 @@ class PoolState(NamedTuple):
 
 class Flights(NamedTuple):
     """Prefetches from the request to the event for which they were made. F = `NUM_FLIGHTS`, D
-    layers of look-ahead, L layers, n names for each (rounded up to a power of two), K wanted.
+    layers of look-ahead, L layers, n predictions for each (rounded up to a power of two), K wanted.
 
     A flight whose slot is FETCHING is under way; its expert is in no lookup table, but the owner of
     the slot, unless the copy was dropped. A flight whose slot is READY has landed, and the slot is
-    no victim until its event has passed. `requests` and `control` are for who copies: `beside`, a
+    no victim until its event has passed. `requests` and `control` are for what copies: `beside`, a
     kernel on the device; else a thread, in host memory (pinned when the rest is on a GPU), which
     the device only writes. `control` is clock << 1, plus 1 while misses are being fetched.
     """
@@ -108,11 +108,9 @@ class Flights(NamedTuple):
     arrived: torch.Tensor  # int32 [1], programs of a fetch that are done
     agreed: torch.Tensor  # int64 [F + 1], what the threads of a kernel agree on: tags, the time
     absent: torch.Tensor  # int32 [K], 1: a miss if there were no prefetch; of the last event
-    candidates: (
-        torch.Tensor
-    )  # int32 [D * n], absent experts likely in this step, ascending, then -1
-    names: torch.Tensor  # int32 [L, D, n], absent experts named for a layer 1 to D layers before
-    accuracy: torch.Tensor  # int64 [D, 3], experts MISSING, NAMED and RIGHT
+    candidates: torch.Tensor  # int32 [D * n], absent, likely in this step, ascending, then -1
+    predicted: torch.Tensor  # int32 [L, D, n], absent experts predicted for a layer, 1 to D ahead
+    accuracy: torch.Tensor  # int64 [D, 3], experts MISSING, PREDICTED and RIGHT
     requests: torch.Tensor  # int64 [NUM_REQUESTS, 3]
     control: torch.Tensor  # int64 [1]
 
@@ -122,11 +120,11 @@ class Flights(NamedTuple):
         num_layers: int,
         top_k: int,
         distances: int,
-        num_names: int,
+        num_predicted: int,
         device: torch.device,
         beside: bool = False,
     ) -> Flights:
-        """Nothing is under way; all rules are 0. `num_names` is a power of two."""
+        """Nothing is under way; all rules are 0. `num_predicted` is a power of two."""
 
         def filled(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -146,8 +144,8 @@ class Flights(NamedTuple):
             arrived=filled(1, dtype=torch.int32),
             agreed=filled(NUM_FLIGHTS + 1),
             absent=filled(top_k, dtype=torch.int32),
-            candidates=filled(distances * num_names, value=-1, dtype=torch.int32),
-            names=filled(num_layers, distances, num_names, value=-1, dtype=torch.int32),
+            candidates=filled(distances * num_predicted, value=-1, dtype=torch.int32),
+            predicted=filled(num_layers, distances, num_predicted, value=-1, dtype=torch.int32),
             accuracy=filled(distances, 3),
             requests=for_copies(NUM_REQUESTS, REQUEST_WORDS),
             control=for_copies(1).zero_(),

@@ -114,10 +114,9 @@ class PooledExperts:
         num_experts, flights = context.routing.num_experts, pool.flights
         prefetch = context.prefetch if flights is not None else None
         handover = None if prefetch is None else prefetch.handover
-        own, later = logits.tensor_split([num_experts], dim=1)
         context.forecast.join()
         chosen = choose(
-            own if handover is None else logits,
+            logits[:, :num_experts] if handover is None else logits,
             layer,
             context.routing,
             pool.state,
@@ -130,10 +129,10 @@ class PooledExperts:
         if context.observer is not None:
             ids = chosen.wanted - layer * num_experts
             context.observer(layer, ids.unsqueeze(0), chosen.weights.unsqueeze(0))
-        ahead = None
-        if prefetch is not None and handover is None:
-            ahead = prefetch.ahead(layer, later, chosen, context)
-        pool.fetch(chosen.wanted, chosen.resolved, ahead, handover, layer)
+        begun = None if handover is None else handover.free_behind(layer)
+        pool.fetch(chosen.wanted, chosen.resolved, begun)
+        if prefetch is not None and not x.is_cuda:  # on a CPU nothing runs beside the layers
+            prefetch.ask(context)
         return expert_mlp(x, h, pool.slots, chosen.resolved, chosen.weights, self._formats[layer])
 
     def _many(

@@ -128,10 +128,11 @@ class Forward:
         """Prefetches are asked for and copied beside the layers that are still to come."""
         context = self._context
         prefetch = context.prefetch if context.pool.flights is not None else None
-        if prefetch is None or prefetch.handover is None:
+        if prefetch is None or self._kv.keys.device.type != "cuda":
             return
         self._schedule.fork(lambda: prefetch.ask(context))
-        self._copies.fork(prefetch.copy)
+        if prefetch.thread is None:
+            self._copies.fork(prefetch.copy)
 
     def _layer(self, n: int, x: torch.Tensor) -> torch.Tensor:
         """Layer n; that of a single token looks ahead while prefetch is on."""

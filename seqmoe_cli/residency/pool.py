@@ -17,17 +17,17 @@ from seqmoe_cli.residency.policies import (
     uses_per_count,
 )
 from seqmoe_kernels import (
-    Ahead,
+    AllCopied,
     Fault,
     Flights,
-    Handover,
-    Prefetching,
     Resolved,
+    Signals,
     fetch,
     resolve,
     verify_slots,
 )
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
+from seqmoe_kernels.pool.fetch import Begun
 from seqmoe_kernels.pool.verify import MAX_VERIFIED_EXPERTS
 from seqmoe_kernels.state import EMPTY, FAULT, FETCHING, NO_VICTIM, PoolState
 
@@ -117,17 +117,14 @@ class ExpertPool:
         self,
         flat_ids: torch.Tensor,
         resolved: Resolved,
-        ahead: Ahead | None = None,
-        handover: Handover | None = None,
-        layer: int = 0,
+        begun: Begun | None = None,
     ) -> torch.Tensor:
-        """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]. What is
-        `ahead` may be asked for, or the `handover` may ask behind `layer`."""
-        misses = (resolved.miss_ids, resolved.miss_slots, resolved.num_misses)
-        beside = None
-        if self.flights is not None:
-            beside = Prefetching(self.state, self.flights, ahead, handover, layer)
-        fetch(self.records, self.slots, *misses, self.state.marks, beside)
+        """Fetch what is missing of an event whose slots are assigned; the slots int32 [n]. `begun`
+        is set as soon as all kernels before the fetch have ended."""
+        state, flights, signals = self.state, self.flights, None
+        if flights is not None:
+            signals = Signals(AllCopied(flights.control, state.clock, flights.arrived), begun)
+        fetch(self.records, self.slots, resolved, state.marks, signals)
         if self.stamps:
             slots, counters = resolved.slots, self.state.counters
             verify_slots(flat_ids, slots, self.slots, self.stamps.offset, counters)

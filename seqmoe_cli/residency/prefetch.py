@@ -1,4 +1,4 @@
-"""Prefetch: everything that belongs to prefetching beside the kernels: its state on the device, who
+"""Prefetch: all that belongs to prefetching beside the kernels: its state on the device, what
 copies, its rules and the switch that turns it off."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from seqmoe_cli.residency.prefetcher import Copier, DmaCopier, HostCopier, Prefe
 from seqmoe_cli.residency.stats import StepStats
 from seqmoe_cli.residency.switch import Lengths, PrefetchVerdict, Switch
 from seqmoe_kernels import (
-    Ahead,
-    Asking,
     Flights,
     Handover,
+    Predictions,
+    Resolved,
     Routing,
     StepForecast,
     copy_prefetches,
@@ -26,7 +26,7 @@ from seqmoe_kernels import (
     schedule_prefetches,
 )
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
-from seqmoe_kernels.pool.choose import Chosen, RecordedIds
+from seqmoe_kernels.pool.choose import RecordedIds
 from seqmoe_kernels.state import (
     CERTAIN,
     COPY_NS,
@@ -64,7 +64,7 @@ LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
 TUNE_EVERY = 16  # steps
 _MEASURED = 8  # records
-_GIVE_UPS = 8  # of the handover, in steps one after the other, and it is not sent any more
+_GIVE_UPS = 8  # of the kernel that asks, in steps one after the other: then it is not sent again
 
 
 def least_slots(top_k: int) -> int:
@@ -86,8 +86,8 @@ class Sources(Protocol):
 
 class Prefetch:
     """Made for a pool, which from then on lands what was prefetched. `by` "gpu": kernels beside
-    those of a step ask and copy, `ask` and `copy`; "thread": a thread of the host copies what
-    fetches ask for. `accuracy` of look-ahead is counted on the device, see `Flights`."""
+    those of a step ask and copy, `ask` and `copy`; "thread": a thread of the host copies what is
+    asked for. `accuracy` of look-ahead is counted on the device, see `Flights`."""
 
     def __init__(
         self,
@@ -102,11 +102,9 @@ class Prefetch:
         device, (num_experts, top_k, _) = pool.slots.device, routing
         width, beside = 1 << (top_k - 1).bit_length(), by == "gpu"
         self.flights = Flights.none(num_layers, top_k, DISTANCE, width, device, beside)
-        self.handover: Handover | None = None
-        if beside:
-            self.handover = Handover.idle(num_layers, num_experts, top_k, DISTANCE, device)
-            if used is not None:
-                self.handover = self.handover._replace(used=used)
+        self.handover = Handover.idle(num_layers, num_experts, top_k, DISTANCE, device)
+        if used is not None:
+            self.handover = self.handover._replace(used=used)
         self._pool, self._routing, self._num_layers = pool, routing, num_layers
         self._way = WAYS[by]
         self.copy_s, self.fetch_s = _measure(pool)
@@ -144,7 +142,7 @@ class Prefetch:
     def failure(self) -> str | None:
         """Why there will be no more prefetches; None while there are."""
         if self._gave_up >= _GIVE_UPS:
-            return "the GPU does not run its kernels beside the others; try --prefetch-by thread"
+            return "the GPU does not run its kernels beside the others; use --prefetch off"
         return None if self.thread is None else self.thread.failure
 
     def begin_step(self, forecast: StepForecast | None) -> None:
@@ -153,27 +151,19 @@ class Prefetch:
         if forecast is not None:
             pick_candidates(forecast, self._pool.state, self.flights)
 
-    def ahead(self, layer: int, logits: torch.Tensor, chosen: Chosen, sources: Sources) -> Ahead:
-        """What a fetch needs to ask for prefetches; `logits` are those of later routers."""
-        asking = self._asking(sources)
-        return Ahead(layer, logits, chosen.wanted, chosen.resolved.slots, asking)
-
     def ask(self, sources: Sources) -> None:
-        """The kernel that asks, to be queued beside a step's kernels behind its first layer."""
-        if self.handover is not None:
-            asking = self._asking(sources)
-            schedule_prefetches(asking, self._pool.state, self.flights, self.handover)
+        """The kernel that asks, to be queued beside a step's kernels behind its first layer; on a
+        CPU, to be called behind every layer."""
+        num_experts, top_k, _ = self._routing
+        candidates = sources.candidates is not None
+        predictions = Predictions(num_experts, top_k, sources.predicted, candidates)
+        state, expected_use = self._pool.state, sources.expected_use
+        schedule_prefetches(predictions, state, self.flights, self.handover, expected_use)
 
     def copy(self) -> None:
-        """The kernel that copies, to be queued likewise, beside both."""
-        if self.handover is not None:
-            pool = self._pool
-            copy_prefetches(pool.records, pool.slots, pool.state, self.flights, self.handover)
-
-    def _asking(self, sources: Sources) -> Asking:
-        num_experts, top_k, _ = self._routing
-        hinted = sources.candidates is not None
-        return Asking(num_experts, top_k, sources.predicted, hinted, sources.expected_use)
+        """The kernel that copies, to be queued likewise, beside both, if there is no thread."""
+        pool = self._pool
+        copy_prefetches(pool.records, pool.slots, pool.state, self.flights, self.handover)
 
     def observe(self, step: StepStats) -> None:
         """Learn from a decode step: the time of a layer, whether prefetch pays, and for which uses;
@@ -254,7 +244,7 @@ def _measure(pool: ExpertPool) -> tuple[float, float]:
             pool.slots[i].copy_(pool.records[i], non_blocking=True)
 
     def fetch_all() -> None:
-        fetch(pool.records, pool.slots, places, places, count, marks)
+        fetch(pool.records, pool.slots, Resolved(places, places, places, count), marks)
 
     def seconds(work: Callable[[], None]) -> float:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The handover changes no bit: not when one of its kernels does not run, or never sees the end."""
+"""The kernels beside a step change no bit: not when one does not run, or never sees the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seqmoe_cli.residency import prefetch as prefetch_module
-from seqmoe_kernels.prefetch import copy_kernels
+from seqmoe_kernels.pool import lock
 from tests.checkpoints import packed_model
 from tests.engine.conversations import SHAPE, open_engine, say
 
@@ -28,10 +28,10 @@ def sometimes(luck: random.Random, work: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("dies", ["ask", "copy"])
-def test_the_same_tokens_whatever_becomes_of_the_courier(
+def test_the_same_tokens_whatever_becomes_of_the_kernels_beside(
     packed: Path, dies: str, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of its kernels does not run in half of the steps, or, in a graph, in none."""
+    """One of them does not run in half of the steps, or, in a graph, in none."""
     without = open_engine(packed, "cuda", prefetch="off")
     expected = say(without)[0]
     without.close()
@@ -41,7 +41,7 @@ def test_the_same_tokens_whatever_becomes_of_the_courier(
         prefetch_module.Prefetch, dies, lambda *parts: trouble(luck, lambda: work(*parts))
     )
     engine = open_engine(packed, "cuda", eager=eager)
-    assert engine.prefetch is not None and engine.prefetch.handover is not None
+    assert engine.prefetch is not None and engine.prefetch.thread is None
     for _ in range(2):
         tokens, stats = say(engine)
         assert tokens == expected
@@ -49,17 +49,17 @@ def test_the_same_tokens_whatever_becomes_of_the_courier(
     engine.close()
 
 
-def test_a_courier_that_never_sees_the_end_is_told_and_misses_go_on(
+def test_kernels_that_never_see_the_end_are_told_and_misses_go_on(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU that does not run kernels beside others: it gives up at once."""
+    """As on a GPU that does not run kernels beside others: they give up at once."""
     without = open_engine(packed, "cuda", prefetch="off")
     expected = say(without)[0]
     without.close()
-    monkeypatch.setattr(copy_kernels, "LIMIT_NS", 0)
+    monkeypatch.setattr(lock, "LIMIT_NS", 0)
     engine = open_engine(packed, "cuda")
-    assert engine.prefetch is not None and engine.prefetch.handover is not None
+    assert engine.prefetch is not None and engine.prefetch.thread is None
     assert say(engine)[0] == expected
     assert engine.prefetch.status == "stopped" and engine.pool.flights is None
-    assert ["--prefetch-by thread" in line for line in engine.fallbacks] == [True]
+    assert ["--prefetch off" in line for line in engine.fallbacks] == [True]
     engine.close()

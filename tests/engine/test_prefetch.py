@@ -56,7 +56,7 @@ def test_the_same_tokens_whatever_the_thread_does(
         monkeypatch.setattr(prefetch_module, "HostCopier", kind)
         monkeypatch.setattr(prefetch_module, "DmaCopier", kind)
     engine = open_engine(packed, device, by="thread")
-    assert engine.prefetch is not None and engine.prefetch.handover is None
+    assert engine.prefetch is not None and engine.prefetch.thread is not None
     engine.prefetch.flights.rules[PATIENCE_NS] = int(patience_s * 1e9)
     prefetched_bytes = 0  # most in the first turn: steps that wait long ask for sure things alone
     for _ in range(2):

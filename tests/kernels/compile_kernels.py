@@ -28,7 +28,7 @@ from seqmoe_kernels.experts.record import expert_format
 from seqmoe_kernels.formats import decode_by_tiles, format_names, fp8_block
 from seqmoe_kernels.formats.fp8_block import FP8
 from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
-from seqmoe_kernels.pool.fetch import Prefetching, fetch
+from seqmoe_kernels.pool.fetch import AllCopied, Signals, fetch
 from seqmoe_kernels.pool.lock import Handover
 from seqmoe_kernels.pool.resolve import Resolved, resolve
 from seqmoe_kernels.pool.route import route
@@ -39,8 +39,9 @@ from seqmoe_kernels.predictor.gru import GruWeights, gru_step
 from seqmoe_kernels.predictor.heads import ExpertHeads, UseHistory, expected_uses
 from seqmoe_kernels.predictor.horizons import window_vectors
 from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates
-from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, schedule_prefetches
-from seqmoe_kernels.prefetch.lookahead import Ahead, Asking
+from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches
+from seqmoe_kernels.prefetch.lookahead import Predictions
+from seqmoe_kernels.prefetch.schedule import schedule_prefetches
 from seqmoe_kernels.sampling.sample import sample
 from seqmoe_kernels.sampling.state import NUM_SETTINGS, SamplingState
 from seqmoe_kernels.state import Flights, PoolState
@@ -115,35 +116,34 @@ def call_residency_kernels() -> None:
     ring = tensor(64, ENTRY_WORDS, dtype=torch.int64)
     publish.launch(pool.clock, pool, ring, pool.clock)
     slots = tensor(1024, 4 * 2**20, dtype=torch.uint8)
-    fetch.launch(slots, slots, tensor(TOP_K), tensor(TOP_K), tensor(1), pool.marks)
-    flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)
+    missing = Resolved(*(tensor(size) for size in (TOP_K, TOP_K, TOP_K, 1)))
+    fetch.launch(slots, slots, missing, pool.marks)
+    handover = Handover.idle(48, 128, TOP_K, 4, pool.clock.device)
+    by_thread = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device)
+    flights = Flights.none(48, TOP_K, 4, TOP_K, pool.clock.device, beside=True)
+    all_copied = AllCopied(flights.control, pool.clock, flights.arrived)
+    for begun in (None, handover.free_behind(5)):
+        fetch.launch(slots, slots, missing, pool.marks, Signals(all_copied, begun))
     resolve.launch(tensor(TOP_K), pool, flights)
-    chosen = choose.launch(logits, 0, routing, pool, recorded, flights)
-    wanted, there, asking = chosen.wanted, chosen.resolved.slots, Asking(128, TOP_K)
-    ahead = Ahead(5, tensor(1, 512, dtype=torch.bfloat16), wanted, there, asking)
-    named = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
+    choose.launch(logits, 0, routing, pool, recorded, flights)
     expected = tensor(3, 6144, dtype=torch.float32)
     for step in (None, pool.clock):
         pick_candidates.launch(StepForecast(expected, step), pool, flights)
-    ways = (asking, asking._replace(recorded=named), asking._replace(hinted=True))
-    handover = Handover.idle(48, 128, TOP_K, 4, pool.clock.device)
-    misses = chosen.resolved[1:]
-    fetch.launch(slots, slots, *misses, pool.marks, Prefetching(pool, flights))
-    for way in ways:
-        beside = Prefetching(pool, flights, ahead._replace(asking=way))
-        fetch.launch(slots, slots, *misses, pool.marks, beside)
-        schedule_prefetches.launch(way, pool, flights, handover)
+    numbers, used = tensor(6, dtype=torch.int64), tensor(48 * TOP_K)
+    expected_use = ExpectedUse.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
+    choose.launch(logits, 3, routing, pool, None, flights, expected_use, used)
+    predicted = RecordedIds(tensor(3, 48, 4, TOP_K), pool.clock)
+    by_routers = Predictions(128, TOP_K)
+    for carrier in (flights, by_thread):
+        for predictions, use in (
+            (by_routers, None),
+            (by_routers, expected_use),
+            (by_routers._replace(recorded=predicted), None),
+            (by_routers._replace(use_candidates=True), None),
+        ):
+            schedule_prefetches.launch(predictions, pool, carrier, handover, use)
     records = tensor(6144, 4 * 2**20, dtype=torch.uint8)
     copy_prefetches.launch(records, slots, pool, flights, handover)
-    numbers = tensor(6, dtype=torch.int64)
-    expected_use = ExpectedUse.unknown(6144, 1024, tensor(256), numbers, pool.clock.device)
-    used = tensor(48 * TOP_K)
-    chosen = choose.launch(logits, 3, routing, pool, None, flights, expected_use, used)
-    asking = asking._replace(expected_use=expected_use)
-    misses = chosen.resolved[1:]
-    beside = Prefetching(pool, flights, ahead._replace(asking=asking))
-    fetch.launch(slots, slots, *misses, pool.marks, beside)
-    schedule_prefetches.launch(asking, pool, flights, handover)
     logits = tensor(1, 5 * 128, dtype=torch.bfloat16)
     for there in (None, expected_use):
         choose.launch(logits, 3, routing, pool, None, flights, there, handover.used, handover)

@@ -7,12 +7,15 @@ from collections import deque
 import torch
 
 from seqmoe_kernels import (
-    Ahead,
-    Asking,
-    Prefetching,
+    AllCopied,
+    Flights,
+    Handover,
+    PoolState,
+    Predictions,
     RecordedIds,
     Request,
     Routing,
+    Signals,
     StepForecast,
     read_request,
 )
@@ -20,8 +23,9 @@ from seqmoe_kernels.eviction.expected_use import ExpectedUse
 from seqmoe_kernels.pool.choose import choose, choose_reference
 from seqmoe_kernels.pool.fetch import fetch, fetch_reference
 from seqmoe_kernels.prefetch.candidates import pick_candidates, pick_candidates_reference
-from seqmoe_kernels.prefetch.lookahead import FEW_NAMES
-from seqmoe_kernels.state import CERTAIN, LEAST, NAMED, RIGHT
+from seqmoe_kernels.prefetch.lookahead import FEW_PREDICTIONS
+from seqmoe_kernels.prefetch.schedule import schedule_prefetches, schedule_reference
+from seqmoe_kernels.state import CERTAIN, LEAST, PREDICTED, RIGHT
 from tests.kernels.pool_states import (
     CPU,
     DISTANCES,
@@ -47,9 +51,12 @@ class Case:
         self.device, self.gen = device, torch.Generator().manual_seed(seed)
         self.pool, self.state = make(num_slots)
         self.state.rules[LEAST] = CERTAIN // 4
-        self.state.accuracy[:, [NAMED, RIGHT]] = torch.tensor([FEW_NAMES - 9, FEW_NAMES // 4])
+        counts = torch.tensor([FEW_PREDICTIONS - 9, FEW_PREDICTIONS // 4])
+        self.state.accuracy[:, [PREDICTED, RIGHT]] = counts
         self.kernel_pool = pool_on(self.pool, device)
         self.kernel_state = flights_on(self.state, device)
+        self.handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU)
+        self.kernel_handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, device)
         self.records = torch.arange(LAYERS * EXPERTS).byte()[:, None].repeat(1, 16)
         self.slots = torch.zeros(num_slots, 16, dtype=torch.uint8)
         self.kernel_slots = self.slots.to(device, copy=True)
@@ -73,47 +80,44 @@ class Case:
         seen = min(DISTANCES, LAYERS - 1 - layer)
         logits = torch.randn(1, (1 + seen) * EXPERTS, generator=self.gen)
         outcomes = []
-        for device, pool, state, slots, expected_use, run, copy in (
-            (
-                CPU,
-                self.pool,
-                self.state,
-                self.slots,
-                self.expected_use,
-                choose_reference,
-                fetch_reference,
-            ),
-            (
-                self.device,
-                self.kernel_pool,
-                self.kernel_state,
-                self.kernel_slots,
-                self.kernel_expected_use,
-                choose.launch,
-                fetch.launch,
-            ),
-        ):
-            own, next_ones = logits.to(device).split([EXPERTS, seen * EXPERTS], dim=1)
-            chosen = run(own, layer, routing, pool, None, state, expected_use)
+        for on_device in (False, True):
+            device = self.device if on_device else CPU
+            pool, state = self._parts(on_device)
+            slots = self.kernel_slots if on_device else self.slots
+            handover = self.kernel_handover if on_device else self.handover
+            expected_use = self.kernel_expected_use if on_device else self.expected_use
+            run = choose.launch if on_device else choose_reference
+            copy = fetch.launch if on_device else fetch_reference
+            ask = schedule_prefetches.launch if on_device else schedule_reference
+            chosen = run(
+                logits.to(device), layer, routing, pool, None, state, expected_use, handover.used,
+                handover,
+            )  # fmt: skip
             ids = None
             if recorded is not None:
                 step = torch.zeros(1, dtype=torch.int64, device=device)
                 ids = RecordedIds(recorded.to(device), step)
-            num_names = NAMES if recorded is not None else NAMES - 1  # no power of two
-            asking = Asking(EXPERTS, num_names, ids, self.hinted, expected_use)
-            ahead = Ahead(layer, next_ones, chosen.wanted, chosen.resolved.slots, asking)
-            misses = chosen.resolved[1:]
-            records = self.records if device == CPU else self.pinned
-            copy(records, slots, *misses, pool.marks, Prefetching(pool, state, ahead))
+            all_copied = AllCopied(state.control, pool.clock, state.arrived)
+            signals = Signals(all_copied, handover.free_behind(layer))
+            records = self.pinned if on_device else self.records
+            copy(records, slots, chosen.resolved, pool.marks, signals)
             outcomes.append([t.cpu() for t in (chosen.wanted, *chosen.resolved)])
             served = chosen.resolved.slots.long()
             assert torch.equal(slots[served, 0].cpu().int(), chosen.wanted.cpu())
+            per_layer = NAMES if recorded is not None else NAMES - 1  # no power of two
+            predictions = Predictions(EXPERTS, per_layer, ids, self.hinted)
+            ask(predictions, pool, state, handover, expected_use)
         assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
         assert_same(self.kernel_pool, self.kernel_state, self.pool, self.state)
         invariants(self.pool, self.state)
         while (asked := read_request(self.state.requests, self.next_number)) is not None:
             self.asked.append(asked)
             self.next_number += 1
+
+    def _parts(self, on_device: bool) -> tuple[PoolState, Flights]:
+        if on_device:
+            return self.kernel_pool, self.kernel_state
+        return self.pool, self.state
 
     def host(self) -> None:
         """The oldest request: done, refused, or not yet."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 KERNELS = {
-    "_ask_kernel",
     "_attention_step_kernel",
     "_begin_step_kernel",
     "_choose_kernel",
@@ -36,6 +35,7 @@ KERNELS = {
     "_rotary_kernel",
     "_route_kernel",
     "_row_sum_kernel",
+    "_schedule_kernel",
     "_top_k_kernel",
     "_top_p_kernel",
     "_verify_kernel",

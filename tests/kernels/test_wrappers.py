@@ -62,6 +62,7 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
     slots = torch.zeros(2, FMT.record_bytes, dtype=torch.uint8)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     found = Resolved(ints(0), ints(-1), ints(-1), ints(0))
+    uneven = found._replace(miss_slots=ints(0, 1))
     out, one = torch.zeros(1, 1, 64), torch.ones(1)
     short = RecordedIds(ints(0).view(1, 1, 1), torch.zeros(1).long())
     kv = torch.zeros(8, 2, 32)
@@ -103,8 +104,8 @@ def refusals() -> list[tuple[str, Callable[[], object]]]:
         ("torch.int64", lambda: resolve.launch(torch.tensor([1]), pool(4))),
         (str(MAX_SLOTS + 1), lambda: resolve.launch(ints(1), pool(MAX_SLOTS + 1))),
         ("empty", lambda: resolve.launch(ints(), pool(4))),
-        ("40", lambda: fetch.launch(records, records, ints(0), ints(0), ints(1), marks)),
-        ("[2]", lambda: fetch.launch(slots, slots, ints(0), ints(0, 1), ints(1), marks)),
+        ("40", lambda: fetch.launch(records, records, found, marks)),
+        ("[2]", lambda: fetch.launch(slots, slots, uneven, marks)),
         ("[1, 32]", lambda: expert_pairs(x[:, :32], slots, ints(0).view(1, 1), FMT, out)),
         ("torch.int64", lambda: expert_pairs(x, slots, torch.zeros(1, 1).long(), FMT, out)),
         (
@@ -160,6 +161,7 @@ def test_cpu_tensors_are_refused_by_compiled_kernels(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fetch_refuses_pageable_records() -> None:
     slots = torch.zeros(2, 64, dtype=torch.uint8, device="cuda")
+    missing = Resolved(*(ints(value).cuda() for value in (0, 0, 0, 1)))
+    marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")
     with pytest.raises(ValueError, match="pageable"):
-        marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device="cuda")
-        fetch.launch(slots.cpu(), slots, ints(0).cuda(), ints(0).cuda(), ints(1).cuda(), marks)
+        fetch.launch(slots.cpu(), slots, missing, marks)

@@ -16,10 +16,9 @@ from seqmoe_cli.residency import prefetcher
 from seqmoe_cli.residency.pool import ExpertPool
 from seqmoe_cli.residency.prefetcher import Copier, HostCopier, Prefetcher
 from seqmoe_kernels import (
-    Ahead,
-    Asking,
     Flights,
     Handover,
+    Predictions,
     RecordedIds,
     Request,
     Routing,
@@ -50,13 +49,12 @@ RECORDS = torch.arange(LAYERS * EXPERTS, dtype=torch.uint8).unsqueeze(1).repeat(
 
 
 class Small:
-    """A pool that prefetches, driven layer by layer with what is wanted and named; `beside`: for a
-    handover."""
+    """A pool that prefetches, driven layer by layer with what is wanted and predicted."""
 
-    def __init__(self, num_slots: int, in_flight: int = 2, beside: bool = False) -> None:
+    def __init__(self, num_slots: int, in_flight: int = 2) -> None:
         self.pool = ExpertPool(num_slots, RECORDS, CPU)
-        self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU, beside)
-        self.handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU) if beside else None
+        self.flights = Flights.none(LAYERS, TOP_K, DISTANCES, NAMES, CPU)
+        self.handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU)
         kept = max(num_slots - 2 * TOP_K, 0)
         values = {IN_FLIGHT: in_flight, PER_LAYER: 2, MOST_KEPT: kept, LAYER_NS: 10**15}
         for rule, value in values.items():
@@ -72,20 +70,13 @@ class Small:
         for d, row in enumerate(named):
             ids[0, self.layer, d] = torch.tensor(row)
         logits, state, flights = torch.zeros(1, EXPERTS), self.pool.state, self.flights
-        asking = Asking(EXPERTS, NAMES, RecordedIds(ids, step))
-        if self.handover is None:
-            chosen = choose(logits, self.layer, routing, state, recorded, flights)
-            there = chosen.resolved.slots
-            ahead = Ahead(self.layer, logits[:, :0], chosen.wanted, there, asking)
-            slots = self.pool.fetch(chosen.wanted, chosen.resolved, ahead)
-        else:
-            used = self.handover.used
-            chosen = choose(
-                logits, self.layer, routing, state, recorded, flights, None, used, self.handover
-            )
-            self.pool.fetch(chosen.wanted, chosen.resolved, None, self.handover, self.layer)
-            slots = chosen.resolved.slots.clone()
-            schedule_prefetches(asking, state, flights, self.handover)
+        handover, layer = self.handover, self.layer
+        chosen = choose(
+            logits, layer, routing, state, recorded, flights, None, handover.used, handover
+        )
+        slots = self.pool.fetch(chosen.wanted, chosen.resolved, handover.free_behind(layer))
+        predictions = Predictions(EXPERTS, NAMES, RecordedIds(ids, step))
+        schedule_prefetches(predictions, state, flights, handover)
         self.layer = (self.layer + 1) % LAYERS
         assert (slots >= 0).all()
         return self.pool.slots[slots.long(), 0] - (chosen.wanted - torch.tensor(wanted))
@@ -99,13 +90,13 @@ moves = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(moves, st.integers(2 * TOP_K, 14), st.booleans())
+@given(moves, st.integers(2 * TOP_K, 14))
 def test_no_interleaving_breaks_the_protocol(
-    moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int, beside: bool
+    moves: list[tuple[list[int], list[list[int]], list[str]]], num_slots: int
 ) -> None:
-    """Whatever thread or handover do with their requests, the bytes read are those of the experts
+    """Whatever is done with the requests, the bytes read are those of the experts
     wanted, and lookup table, owners, states and tags agree."""
-    small, asked, next_number = Small(num_slots, beside=beside), deque[Request](), 0
+    small, asked, next_number = Small(num_slots), deque[Request](), 0
     state, tags = small.pool.state, torch.zeros(num_slots, dtype=torch.int64)
     for wanted, named, deeds in moves:
         read = small.event((wanted[0], wanted[1]), [(n[0], n[1]) for n in named])

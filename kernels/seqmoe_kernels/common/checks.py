@@ -51,3 +51,19 @@ def zeros(sizes: Sizes, device: torch.device) -> dict[str, torch.Tensor]:
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (dtype, shape) in sizes.items()
     }
+
+
+def check_link(records: torch.Tensor, slots: torch.Tensor) -> None:
+    """Require uint8 `records` [N, R] and `slots` [S, R] that a kernel can copy between."""
+    size = slots.shape[-1]
+    if size % 16:
+        raise ValueError(f"a record has {size} bytes, expected a multiple of 16")
+    check("slots", slots, torch.uint8, (-1, size), slots.device)
+    check("records", records, torch.uint8, (-1, size), records.device)
+    check_pinned("records", records, slots.device)
+
+
+def check_pinned(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Require of a tensor on the host that kernels on `device` can reach it."""
+    if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+        raise ValueError(f"{name} is in pageable memory, expected pinned memory")

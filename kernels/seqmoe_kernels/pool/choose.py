@@ -90,57 +90,55 @@ def _choose_kernel(
     logits,
     wanted,
     weights,
+    resolved,
     pool,
     flights,
     expected_use,
     handover,
-    num_later,
-    resolved,
-    recorded_ids,
-    recorded_step,
+    recorded,
     num_recorded,
     layer,
+    num_later,
     num_layers,
     num_slots,
     num_gaps,
     E: tl.constexpr,
     K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORDED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    BESIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program. logits any float [E + num_later]; wanted int32 [K] and weights f32 [K] are
+    `Chosen`, with `Resolved` of size K; num_slots and num_gaps are sizes of `PoolState`. The
+    structures from `flights` to `recorded` may be None."""
     let_next_start(PDL)
-    if BESIDE:
-        gate = take_lock(handover.lock)
+    if handover is not None:
+        lock = take_lock(handover.lock)
     wait_for_inputs(PDL)
     logit = load_logits(logits, E, BLOCK_E)
-    if BESIDE:
-        if (layer > 0) & (layer_at(gate) != layer - 1):  # it was not open yet, and is now
+    if handover is not None:
+        if (layer > 0) & (layer_at(lock) != layer - 1):  # it was not free yet, and is now
             take_lock(handover.lock)
         i = tl.arange(0, BLOCK_L)
         later = tl.load(logits + E + i, mask=i < num_later, other=0.0).to(tl.float32)
         tl.store(handover.logits + i, later, mask=i < num_later)
     seen = None
-    if PREFETCH:
+    if flights is not None:
         seen = look_at_flights(pool, flights)
     ids, shares = best_experts(logit, E, K, BLOCK_E, BLOCK_K, RENORMALIZE)
     rank = tl.arange(0, BLOCK_K)
-    if RECORDED:
-        row = tl.load(recorded_step) % num_recorded * num_layers + layer
-        ids = tl.load(recorded_ids + row * K + rank, mask=rank < K, other=0)
+    if recorded is not None:
+        row = tl.load(recorded.step) % num_recorded * num_layers + layer
+        ids = tl.load(recorded.ids + row * K + rank, mask=rank < K, other=0)
     flat = ids + layer * E
     tl.store(wanted + rank, flat, mask=rank < K)
     tl.store(weights + rank, shares, mask=rank < K)
-    top_k: tl.constexpr = K if PREFETCH else 0
     resolve_experts(
         flat, K, pool, flights, seen, expected_use, layer * E, resolved, num_slots, num_gaps,
-        BLOCK_S, top_k,
+        BLOCK_S, K,
     )  # fmt: skip
 
 
@@ -159,9 +157,9 @@ def choose(
     """`route` the `logits` [1, E] of one token in `layer`, then `resolve` the chosen experts.
 
     With `recorded` the router's weights stay, its choice is replaced. With `expected_use` the
-    victims are those with the poorest. What is wanted is noted in `used` (int32 [L * K]). With
-    `handover` the logits of later routers follow, [1, (1 + d) * E]: those and the slots are left
-    there for `schedule_prefetches`. Updates `pool`, `flights` and `handover` in place.
+    victims are those of the least expected use. What is wanted is noted in `used` (int32
+    [L * K]). With `handover` the logits of later routers follow, [1, (1 + d) * E]: those and the
+    slots are left there for `schedule_prefetches`. Updates `pool`, `flights` and `handover`.
     """
     check_kernel_device(logits)
     num_experts, top_k, renormalize = routing
@@ -192,35 +190,32 @@ def choose(
     slots = ints(top_k) if handover is None else handover.slots
     resolved = Resolved(slots, ints(top_k), ints(top_k), ints(1))
     wanted = ints(top_k) if used is None else used[layer * top_k :][:top_k]
-    chosen = Chosen(wanted, weights, resolved)
     block_slots = triton.next_power_of_2(len(pool.owner))
     _choose_kernel[(1,)](
-        logits,
-        chosen.wanted,
-        weights,
-        pool,
-        flights,
-        expected_use,
-        handover,
-        num_later,
-        resolved,
-        *((None, None, 1) if recorded is None else (*recorded, len(recorded.ids))),
-        layer,
-        num_layers,
-        len(pool.owner),
-        len(pool.log_sums),
-        num_experts,
-        top_k,
-        triton.next_power_of_2(num_experts),
-        triton.next_power_of_2(top_k),
-        block_slots,
-        1 if handover is None else triton.next_power_of_2(len(handover.logits)),
-        renormalize,
-        recorded is not None,
-        flights is not None,
-        handover is not None,
+        logits=logits,
+        wanted=wanted,
+        weights=weights,
+        resolved=resolved,
+        pool=pool,
+        flights=flights,
+        expected_use=expected_use,
+        handover=handover,
+        recorded=recorded,
+        num_recorded=1 if recorded is None else len(recorded.ids),
+        layer=layer,
+        num_later=num_later,
+        num_layers=num_layers,
+        num_slots=len(pool.owner),
+        num_gaps=len(pool.log_sums),
+        E=num_experts,
+        K=top_k,
+        RENORMALIZE=renormalize,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_S=block_slots,
+        BLOCK_L=1 if handover is None else triton.next_power_of_2(len(handover.logits)),
         num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
         **pdl_options(logits.device),
     )
-    return chosen
+    return Chosen(wanted, weights, resolved)

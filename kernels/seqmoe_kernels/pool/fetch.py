@@ -1,5 +1,4 @@
-"""Fetching missed experts: records of the host store are copied into their slots. When there are
-prefetches, the same launch asks for those of the next layers, or lets the handover ask."""
+"""Fetching missed experts: records of the host store are copied into their slots."""
 
 from __future__ import annotations
 
@@ -9,20 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check, check_kernel_device, check_link
 from seqmoe_kernels.common.clock import now_ns, now_ns_reference
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
-from seqmoe_kernels.pool.landing import check_flights
-from seqmoe_kernels.pool.lock import Handover, check_handover, free_lock, free_lock_reference
-from seqmoe_kernels.prefetch.lookahead import Ahead
-from seqmoe_kernels.prefetch.schedule import (
-    asking_arguments,
-    check_ahead,
-    request_prefetches,
-    request_reference,
-)
-from seqmoe_kernels.state import NUM_MARKS, STALL_ENDED, Flights, PoolState
+from seqmoe_kernels.pool.resolve import Resolved
+from seqmoe_kernels.state import NUM_MARKS, STALL_ENDED
 
 # A few programs fill the link; more would only take multiprocessors from other kernels.
 PROGRAMS_PER_RECORD = 16
@@ -31,102 +22,77 @@ BLOCK_WORDS = 4096  # int32 words that a program of 8 warps has in flight: 16 Ki
 _STALL_ENDED = tl.constexpr(STALL_ENDED)
 
 
-class Prefetching(NamedTuple):
-    """What a fetch must know of prefetches. It asks for those of `ahead`, or opens the gate for the
-    `handover` to ask behind `layer`, or neither."""
+class AllCopied(NamedTuple):
+    """How a fetch tells that its copies are done; without a miss it tells nothing."""
 
-    pool: PoolState
-    flights: Flights
-    ahead: Ahead | None = None
-    handover: Handover | None = None
-    layer: int = 0
+    word: torch.Tensor  # int64 [1], set to twice the clock
+    clock: torch.Tensor  # int64 [1]
+    arrived: torch.Tensor  # int32 [1], programs that are done; 0 between launches
+
+
+class Begun(NamedTuple):
+    """How a fetch tells that it has begun, so that all kernels before it have ended."""
+
+    word: torch.Tensor  # int32 [1]
+    value: int  # that it is set to
+
+
+class Signals(NamedTuple):
+    """Words that a fetch sets for what runs beside it."""
+
+    all_copied: AllCopied
+    begun: Begun | None = None
 
 
 def fetch_reference(
     records: torch.Tensor,
     slots: torch.Tensor,
-    miss_ids: torch.Tensor,
-    miss_slots: torch.Tensor,
-    num_misses: torch.Tensor,
+    resolved: Resolved,
     marks: torch.Tensor,
-    prefetching: Prefetching | None = None,
+    signals: Signals | None = None,
 ) -> None:
-    count = int(num_misses)
-    pairs = zip(miss_ids[:count].tolist(), miss_slots[:count].tolist(), strict=True)
-    for expert, slot in pairs:
+    if signals is not None and signals.begun is not None:
+        signals.begun.word.fill_(signals.begun.value)
+    count = int(resolved.num_misses)
+    misses = resolved.miss_ids[:count].tolist(), resolved.miss_slots[:count].tolist()
+    for expert, slot in zip(*misses, strict=True):
         if slot >= 0:
             slots[slot].copy_(records[expert])
     if count:
         marks[STALL_ENDED] = now_ns_reference()
-    if prefetching is None:
-        return
-    pool, flights, ahead, handover, layer = prefetching
-    if handover is not None:
-        free_lock_reference(handover, layer)
-    if count:
-        flights.control.copy_(pool.clock * 2)
-    if ahead is not None:
-        request_reference(ahead, pool, flights)
+    if count and signals is not None:
+        signals.all_copied.word.copy_(signals.all_copied.clock * 2)
 
 
-# Compiled once for all layers, whatever their number and where their experts are noted.
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["wanted"])
+# Compiled once for all layers, whatever the word of each begins with.
+@triton.jit(do_not_specialize=["begun_value"])
 def _fetch_kernel(
     records,
     slots,
-    miss_ids,
-    miss_slots,
-    num_misses,
+    resolved,
     marks,
+    all_copied,
+    begun,
+    begun_value,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BESIDE: tl.constexpr,
-    handover,
-    pool,
-    flights,
-    expected_use,
-    logits,
-    ids,
-    step,
-    num_steps,
-    wanted,
-    used,
-    layer,
-    num_slots,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    NAMES: tl.constexpr,
-    LAYERS: tl.constexpr,
-    DISTANCES: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    RECORDED: tl.constexpr,
-    HINTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Grid [PROGRAMS, n]. records int32 [N, WORDS] in host memory, slots int32 [S, WORDS]; of
+    `resolved` the misses, [n]; marks int64 [4]; all_copied `AllCopied` or None; begun int32 [1] or
+    None."""
     wait_for_inputs(PDL)
     i = tl.program_id(1)
-    if BESIDE:  # noqa: SIM102 (one condition is the compiler's)
+    if begun is not None:  # noqa: SIM102 (one condition is the compiler's)
         if (i == 0) & (tl.program_id(0) == 0):
-            free_lock(handover.lock, layer)
+            # Kernels before this one have ended, so that nothing has to be released.
+            tl.atomic_xchg(begun, begun_value, sem="relaxed")
     let_next_start(PDL)  # not before: the next kernel reads the resolved slots without waiting
-    if AHEAD:  # noqa: SIM102 (one condition is the compiler's)
-        # A row beyond those of misses; it touches no slot that this layer uses.
-        if (i == tl.num_programs(1) - 1) & (tl.program_id(0) == 0):
-            request_prefetches(
-                logits, ids, step, num_steps, wanted, used, layer, pool, flights, expected_use,
-                num_slots, E, K, NAMES, LAYERS, DISTANCES, BLOCK_E, BLOCK_K, BLOCK_N, BLOCK_S,
-                RECORDED, HINTED,
-            )  # fmt: skip
-    if i < tl.load(num_misses):
-        slot = tl.load(miss_slots + i).to(tl.int64)
+    if i < tl.load(resolved.num_misses):
+        slot = tl.load(resolved.miss_slots + i).to(tl.int64)
         if slot >= 0:
-            source = records + tl.load(miss_ids + i).to(tl.int64) * WORDS
+            source = records + tl.load(resolved.miss_ids + i).to(tl.int64) * WORDS
             target = slots + slot * WORDS
             for start in range(tl.program_id(0) * BLOCK, WORDS, PROGRAMS * BLOCK):
                 at = start + tl.arange(0, BLOCK)
@@ -134,84 +100,54 @@ def _fetch_kernel(
                 tl.store(target + at, words, mask=at < WORDS)
         tl.debug_barrier()
         tl.atomic_max(marks + _STALL_ENDED, now_ns())  # the latest program tells
-        if PREFETCH:
-            arrived = tl.atomic_add(flights.arrived, 1) + 1
-            if arrived == tl.load(num_misses) * PROGRAMS:  # the last one lets copies go on
-                tl.store(flights.arrived, 0)
-                tl.store(flights.control, tl.load(pool.clock) * 2)
-
-
-def _of_prefetching(prefetching: Prefetching | None) -> tuple[object, ...]:
-    """The arguments of `_fetch_kernel` from `handover` on."""
-    if prefetching is None:
-        return *(None,) * 7, 1, None, None, 0, 1, *(1,) * 9, False, False
-    pool, flights, ahead, handover, layer = prefetching
-    if ahead is None:
-        return (
-            *(handover, pool, flights, *(None,) * 4, 1, None, None, layer, 1, *(1,) * 9),
-            *(False, False),
-        )
-    top_k, asking = len(ahead.wanted), ahead.asking
-    names, sizes = asking_arguments(asking, top_k, prefetching.pool, prefetching.flights)
-    event = (ahead.wanted, ahead.slots, ahead.layer)
-    return None, pool, flights, asking.expected_use, ahead.logits, *names, *event, *sizes
+        if all_copied is not None:
+            arrived = tl.atomic_add(all_copied.arrived, 1) + 1
+            if arrived == tl.load(resolved.num_misses) * PROGRAMS:  # the last one
+                tl.store(all_copied.arrived, 0)
+                tl.store(all_copied.word, tl.load(all_copied.clock) * 2)
 
 
 @verb(fetch_reference)
 def fetch(
     records: torch.Tensor,
     slots: torch.Tensor,
-    miss_ids: torch.Tensor,
-    miss_slots: torch.Tensor,
-    num_misses: torch.Tensor,
+    resolved: Resolved,
     marks: torch.Tensor,
-    prefetching: Prefetching | None = None,
+    signals: Signals | None = None,
 ) -> None:
-    """Copy `records` (uint8 [N, R], host) of the first `num_misses` (int32 [1]) `miss_ids` (int32
-    [n]) into the `miss_slots` (int32 [n]) of `slots` (uint8 [S, R]); a slot of -1 is left out.
-    The end of the copies goes into `marks` (int64 [4]) as STALL_ENDED.
+    """Copy `records` (uint8 [N, R], host) of the misses of `resolved` into their slots among
+    `slots` (uint8 [S, R]); a slot of -1 is left out. The end of the copies goes into `marks` (int64
+    [4]) as STALL_ENDED, and what runs beside is told by `signals`.
 
-    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link. With
-    `prefetching`, who copies is told that the misses are served, and what is named ahead is asked
-    for.
+    With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link.
     """
     check_kernel_device(slots)
-    record_bytes = slots.shape[-1]
-    if record_bytes % 16:
-        raise ValueError(f"a record has {record_bytes} bytes, expected a multiple of 16")
-    check("slots", slots, torch.uint8, (-1, record_bytes), slots.device)
-    check("records", records, torch.uint8, (-1, record_bytes), records.device)
-    if slots.is_cuda and not records.is_cuda and not records.is_pinned():
-        raise ValueError("records is in pageable memory, expected pinned memory")
-    count = miss_ids.shape[0]
-    check("miss_ids", miss_ids, torch.int32, (count,), slots.device)
-    check("miss_slots", miss_slots, torch.int32, (count,), slots.device)
-    check("num_misses", num_misses, torch.int32, (1,), slots.device)
-    check("marks", marks, torch.int64, (NUM_MARKS,), slots.device)
-    ahead = None if prefetching is None else prefetching.ahead
-    if prefetching is not None:
-        check_flights(prefetching.flights, slots.device)
-        if ahead is not None:
-            check_ahead(ahead, prefetching.pool, prefetching.flights)
-        if prefetching.handover is not None:
-            check_handover(prefetching.handover, slots.device)
+    check_link(records, slots)
+    count, device = len(resolved.miss_ids), slots.device
+    check("miss_ids", resolved.miss_ids, torch.int32, (count,), device)
+    check("miss_slots", resolved.miss_slots, torch.int32, (count,), device)
+    check("num_misses", resolved.num_misses, torch.int32, (1,), device)
+    check("marks", marks, torch.int64, (NUM_MARKS,), device)
+    all_copied, begun = (None, None) if signals is None else signals
+    if all_copied is not None:
+        check("all_copied", all_copied.word, torch.int64, (1,), all_copied.word.device)
+        check("clock", all_copied.clock, torch.int64, (1,), device)
+        check("arrived", all_copied.arrived, torch.int32, (1,), device)
+    if begun is not None:
+        check("begun", begun.word, torch.int32, (1,), device)
     if count > 0:
-        rows = count + (ahead is not None)
-        _fetch_kernel[(PROGRAMS_PER_RECORD, rows)](
-            records.view(torch.int32),
-            slots.view(torch.int32),
-            miss_ids,
-            miss_slots,
-            num_misses,
-            marks,
-            record_bytes // 4,
-            BLOCK_WORDS,
-            PROGRAMS_PER_RECORD,
-            prefetching is not None,
-            ahead is not None,
-            prefetching is not None and prefetching.handover is not None,
-            *_of_prefetching(prefetching),
+        _fetch_kernel[(PROGRAMS_PER_RECORD, count)](
+            records=records.view(torch.int32),
+            slots=slots.view(torch.int32),
+            resolved=resolved,
+            marks=marks,
+            all_copied=all_copied,
+            begun=None if begun is None else begun.word,
+            begun_value=0 if begun is None else begun.value,
+            WORDS=slots.shape[1] // 4,
+            BLOCK=BLOCK_WORDS,
+            PROGRAMS=PROGRAMS_PER_RECORD,
             num_warps=8,
             enable_fp_fusion=True,
-            **pdl_options(slots.device),
+            **pdl_options(device),
         )

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check
+from seqmoe_kernels.common.checks import check, check_pinned
 from seqmoe_kernels.common.clock import now_ns, now_ns_reference
 from seqmoe_kernels.state import (
     DROPPED,
@@ -256,11 +256,11 @@ def _note_landing(pool, slot, owner, arrived, ready, lost, news):
     tl.store(pool.counters + _LANDED, whole + (news >> 18 & 63))
 
 
-_NARROW = ("slot", "arrived", "absent", "candidates", "names")
+_NARROW = ("slot", "arrived", "absent", "candidates", "predicted")
 
 
 def check_flights(flights: Flights, device: torch.device) -> None:
-    layers, distances, num_names = flights.names.shape
+    layers, distances, num_predicted = flights.predicted.shape
     sizes: dict[str, tuple[int, ...]] = {
         "slot": (NUM_FLIGHTS,),
         "event": (NUM_FLIGHTS,),
@@ -268,8 +268,8 @@ def check_flights(flights: Flights, device: torch.device) -> None:
         "rules": (NUM_RULES,),
         "agreed": (NUM_FLIGHTS + 1,),
         "absent": (-1,),
-        "candidates": (distances * num_names,),
-        "names": (layers, distances, num_names),
+        "candidates": (distances * num_predicted,),
+        "predicted": (layers, distances, num_predicted),
         "accuracy": (distances, 3),
         "requests": (NUM_REQUESTS, REQUEST_WORDS),
     }
@@ -277,5 +277,4 @@ def check_flights(flights: Flights, device: torch.device) -> None:
         dtype = torch.int32 if name in _NARROW else torch.int64
         place = tensor.device if name in ("requests", "control") else device
         check(name, tensor, dtype, sizes.get(name, (1,)), place)
-        if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
-            raise ValueError(f"{name} is in pageable memory, expected pinned memory")
+        check_pinned(name, tensor, device)

@@ -1,9 +1,9 @@
-"""The gate: kernels beside those of a step take turns with them in the pool's bookkeeping.
+"""The lock: a kernel beside those of a step takes turns with them in the pool's bookkeeping.
 
-`choose` closes it before an event, and waits until nobody is inside; `fetch`, behind the event,
-opens it. `schedule_prefetches` goes in through the open gate, asks for prefetches, and leaves it
-closed. So they never meet, none waits for one that does not run, and an event that finds
-nobody inside has lost nothing.
+`choose` takes the lock before an event, and waits until no other kernel holds it; `fetch`, behind
+the event, frees it. `schedule_prefetches` takes the free lock, asks for prefetches, and returns it
+in the state "not free", so that it asks once behind each event. So the two never meet, neither
+waits for a kernel that does not run, and an event that finds the lock unused has lost nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import triton
 import triton.language as tl
 
 from seqmoe_kernels.common.checks import check
+from seqmoe_kernels.pool.fetch import Begun
 from seqmoe_kernels.state import NUM_REQUESTS
 
 COPY_PROGRAMS = 16  # of 16 KiB under way each fill the link; with 8 copies take longer
+# A step that was broken off on the host never gets to its last layer, and the host may wait for all
+# that runs before it goes on: kernels beside a step give up then.
+LIMIT_NS = 10**8
 
-OPEN, INSIDE = 1, 2  # bits of the gate
+FREE, HELD = 1, 2  # bits of the lock's word; HELD: by a kernel beside
 LAYER_SHIFT = 2
 
-_OPEN, _INSIDE = tl.constexpr(OPEN), tl.constexpr(INSIDE)
+_FREE, _HELD = tl.constexpr(FREE), tl.constexpr(HELD)
 _LAYER_SHIFT = tl.constexpr(LAYER_SHIFT)
 
 
 class Handover(NamedTuple):
-    """What `choose` leaves for the kernels beside, and what they keep. D layers of look-ahead, E
+    """What `choose` leaves for what runs beside, and what that keeps. D layers of look-ahead, E
     experts of a layer, L layers, K wanted."""
 
-    lock: torch.Tensor  # int32 [1], layer << 2 | INSIDE | OPEN
+    lock: torch.Tensor  # int32 [1], layer << 2 | HELD | FREE
     logits: torch.Tensor  # f32 [D * E], of the routers of the next layers
     used: torch.Tensor  # int32 [L * K], flat ids wanted last
     slots: torch.Tensor  # int32 [K], where those of the last event are
@@ -55,13 +59,13 @@ class Handover(NamedTuple):
             arrived=zeros(NUM_REQUESTS),
         )
 
-
-def free_lock_reference(handover: Handover, layer: int) -> None:
-    handover.lock.fill_(layer << LAYER_SHIFT | OPEN)
+    def free_behind(self, layer: int) -> Begun:
+        """Frees the lock, as a signal of the `fetch` behind the event of `layer`."""
+        return Begun(self.lock, layer << LAYER_SHIFT | FREE)
 
 
 def take_lock_reference(handover: Handover) -> None:
-    handover.lock.bitwise_and_(~OPEN)
+    handover.lock.bitwise_and_(~FREE)
 
 
 def layer_at_reference(handover: Handover) -> int:
@@ -69,40 +73,33 @@ def layer_at_reference(handover: Handover) -> int:
 
 
 @triton.jit
-def layer_at(gate):
+def layer_at(word):
     """The layer of the last event."""
-    return gate >> _LAYER_SHIFT
+    return word >> _LAYER_SHIFT
 
 
 @triton.jit
-def take_lock(gate):
-    """From here on nobody is inside; what was done there is seen. Returns how the gate was. For
-    kernels of one program."""
-    before = tl.atomic_and(gate, ~_OPEN, sem="acq_rel")
-    state = before
-    while (state & _INSIDE) != 0:
-        state = tl.atomic_or(gate, 0, sem="acquire")
+def take_lock(lock):
+    """From here on no kernel beside holds the lock; what one has done under it is seen. Returns the
+    word before. For kernels of one program."""
+    before = tl.atomic_and(lock, ~_FREE, sem="acq_rel")
+    word = before
+    while (word & _HELD) != 0:
+        word = tl.atomic_or(lock, 0, sem="acquire")
     return before
 
 
 @triton.jit
-def free_lock(gate, layer):
-    """What kernels before this one have done is seen inside: they have ended, so that nothing has
-    to be released."""
-    tl.atomic_xchg(gate, (layer << _LAYER_SHIFT) | _OPEN, sem="relaxed")
+def try_lock(lock, word):
+    """Whether the kernel beside now holds the lock, which it has seen free in `word`."""
+    return tl.atomic_cas(lock, word, word ^ (_FREE | _HELD), sem="acq_rel") == word
 
 
 @triton.jit
-def try_lock(gate, state):
-    """Whether the program is inside; `state` is how it has seen the gate, open."""
-    return tl.atomic_cas(gate, state, state ^ (_OPEN | _INSIDE), sem="acq_rel") == state
-
-
-@triton.jit
-def leave_lock(gate):
-    """What was done inside is seen by the next event."""
+def leave_lock(lock):
+    """What was done under the lock is seen by the next event."""
     tl.debug_barrier()
-    tl.atomic_and(gate, ~_INSIDE, sem="release")
+    tl.atomic_and(lock, ~_HELD, sem="release")
 
 
 def check_handover(handover: Handover, device: torch.device) -> None:

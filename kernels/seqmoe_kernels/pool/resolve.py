@@ -180,9 +180,8 @@ def resolve_experts(
 ):
     """One event for the first `n` of the distinct flat ids `expert` (int32, a power of two of them,
     all at least 0); see `resolve`. `seen` comes from `look_at_flights`. With `expected_use` the
-    layers before the id `first_to_come` are passed. TOP_K: the size of `flights.absent`, 0 without
-    `flights`. For kernels of a single program."""
-    PREFETCH: tl.constexpr = TOP_K > 0
+    layers before the id `first_to_come` are passed. `flights`, whose `absent` has TOP_K elements,
+    and `expected_use` may be None. For kernels of a single program."""
     # One program, many threads: a barrier stands between every read of a place and the write to it
     # by another thread, and between a write and its reading back.
     i = tl.arange(0, expert.shape[0])
@@ -196,7 +195,7 @@ def resolve_experts(
     score = _scores(expert, inside, pool, now, num_gaps)
     if expected_use is not None:
         worth = tl.load(expected_use.again + expert, mask=inside, other=0)
-    if PREFETCH:
+    if flights is not None:
         early, late, place, kept, waited_ns = land_prefetches(
             expert, inside, now, pool, flights, seen
         )
@@ -218,13 +217,13 @@ def resolve_experts(
     tl.store(resolved.miss_ids + rank, expert, mask=miss)
     tl.store(resolved.miss_ids + i, -1, mask=inside & (i >= num_misses))
     tl.store(resolved.miss_slots + i, -1, mask=inside & (i >= num_misses))
-    if PREFETCH:
+    if flights is not None:
         absent = early | late | miss
         tl.store(flights.absent + i, absent.to(tl.int32), mask=inside & (i < TOP_K))
         tl.store(flights.control, now * 2 + (num_misses > 0).to(tl.int64))
     if num_misses > 0:
         slot = tl.arange(0, BLOCK_S)
-        if PREFETCH:
+        if flights is not None:
             kept_score = tl.load(pool.score + kept, mask=kept >= 0, other=0)
             tl.debug_barrier()
             tl.store(pool.score + kept, _NEVER, mask=kept >= 0)
@@ -249,7 +248,7 @@ def resolve_experts(
         tl.debug_barrier()
         tl.store(pool.counters + _NO_VICTIM, lost)
         tl.store(pool.marks + _STALL_BEGAN, now_ns())
-        if PREFETCH:
+        if flights is not None:
             tl.store(pool.score + kept, kept_score, mask=kept >= 0)
             tl.debug_barrier()  # some of them may be wanted
     tl.store(pool.score + found, score, mask=hit)
@@ -273,7 +272,7 @@ def _resolve_kernel(
     i = tl.arange(0, BLOCK_N)
     expert = tl.load(wanted + i, mask=i < n, other=0)
     seen = None
-    if TOP_K > 0:
+    if flights is not None:
         seen = look_at_flights(pool, flights)
     resolve_experts(
         expert, n, pool, flights, seen, None, 0, resolved, num_slots, num_gaps, BLOCK_S, TOP_K
@@ -321,20 +320,19 @@ def resolve(wanted: torch.Tensor, pool: PoolState, flights: Flights | None = Non
     n, num_slots = wanted.shape[0], pool.owner.shape[0]
     if n == 0:
         raise ValueError("wanted is empty, expected at least one expert")
-    sizes = (n, n, n, 1)
-    resolved = Resolved(*(wanted.new_empty(size) for size in sizes))
+    resolved = Resolved(*(wanted.new_empty(size) for size in (n, n, n, 1)))
     block_slots = triton.next_power_of_2(num_slots)
     _resolve_kernel[(1,)](
-        wanted,
-        pool,
-        flights,
-        resolved,
-        n,
-        num_slots,
-        len(pool.log_sums),
-        triton.next_power_of_2(n),
-        block_slots,
-        0 if flights is None else len(flights.absent),
+        wanted=wanted,
+        pool=pool,
+        flights=flights,
+        resolved=resolved,
+        n=n,
+        num_slots=num_slots,
+        num_gaps=len(pool.log_sums),
+        BLOCK_N=triton.next_power_of_2(n),
+        BLOCK_S=block_slots,
+        TOP_K=0 if flights is None else len(flights.absent),
         num_warps=warps_for(block_slots),
         enable_fp_fusion=True,
     )

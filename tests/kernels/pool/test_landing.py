@@ -21,9 +21,9 @@ from seqmoe_kernels.state import (
     LANDED,
     LATE,
     MISSES,
-    NAMED,
     NO_VICTIM,
     PATIENCE_NS,
+    PREDICTED,
     PREFETCH_HITS,
     PREFETCHES,
     READY,
@@ -67,7 +67,7 @@ def test_random_steps(
     counters = case.pool.counters
     assert counters[PREFETCHES] > 3 and counters[NO_VICTIM] == 0
     assert counters[PREFETCH_HITS] + counters[DROPPED] > 0
-    assert case.state.accuracy[:, NAMED].min() > 0
+    assert case.state.accuracy[:, PREDICTED].min() > 0
 
 
 def ask_for(expert: int, slot: int, event: int, pool: PoolState, state: Flights) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from seqmoe_kernels import PoolState
-from seqmoe_kernels.pool.fetch import fetch, fetch_reference
+from seqmoe_kernels.pool.fetch import AllCopied, Begun, Signals, fetch, fetch_reference
 from seqmoe_kernels.pool.resolve import Resolved, resolve, resolve_reference
 from seqmoe_kernels.state import (
     EMPTY,
@@ -170,14 +172,14 @@ def test_fetch(device: torch.device, gen: torch.Generator, record_bytes: int) ->
     expected = before.clone()
     expected[5], expected[1] = records[8], records[3]
     marks = torch.zeros(NUM_MARKS, dtype=torch.int64)
+    misses = Resolved(to_slots, ids, to_slots, count)
     for run in (fetch_reference, fetch):
         slots = before.clone()
-        run(records, slots, ids, to_slots, count, marks)
+        run(records, slots, misses, marks)
         assert torch.equal(slots, expected)
     slots = before.to(device, copy=True)
     source = records.pin_memory() if device.type == "cuda" else records
-    misses = (ids.to(device), to_slots.to(device), count.to(device))
-    fetch.launch(source, slots, *misses, marks.to(device))
+    fetch.launch(source, slots, Resolved(*(t.to(device) for t in misses)), marks.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize()  # before `source` is freed
     assert torch.equal(slots.cpu(), expected)
@@ -203,5 +205,27 @@ def test_fetch_marks_its_end(device: torch.device) -> None:
     slots, one = records.to(device), wanted(0).to(device)
     for missing in (0, 1):
         marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device=device)
-        fetch.launch(source, slots, one, one, wanted(missing).to(device), marks)
+        fetch.launch(source, slots, Resolved(one, one, one, wanted(missing).to(device)), marks)
         assert (marks[STALL_ENDED] > 0).tolist() == bool(missing)
+
+
+@pytest.mark.parametrize("run", [fetch_reference, fetch.launch])
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_fetch_signals_its_beginning_and_the_end_of_its_copies(
+    run: Callable[..., None], missing: int, device: torch.device
+) -> None:
+    """The end only if there was something to copy."""
+
+    def word(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor([value], dtype=dtype, device=device)
+
+    records = torch.arange(3, dtype=torch.uint8)[:, None].repeat(1, 64)
+    source = records.pin_memory() if device.type == "cuda" else records
+    slots, ids = torch.zeros_like(records, device=device), wanted(2, 1).to(device)
+    marks = torch.zeros(NUM_MARKS, dtype=torch.int64, device=device)
+    all_copied = AllCopied(word(-1), word(21), word(0, torch.int32))
+    signals = Signals(all_copied, Begun(word(-1, torch.int32), 13))
+    run(source, slots, Resolved(ids, ids, ids, wanted(missing).to(device)), marks, signals)
+    assert int(all_copied.word) == (42 if missing else -1) and int(all_copied.arrived) == 0
+    assert signals.begun is not None and int(signals.begun.word) == 13
+    assert slots[:, 0].tolist() == [0, missing // 2, 2 * (missing > 0)]

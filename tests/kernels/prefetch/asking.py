@@ -1,45 +1,50 @@
-"""Asking for the experts that recorded routing names."""
+"""Asking for experts that are predicted by a record."""
 
 from __future__ import annotations
 
 import torch
 
 from seqmoe_kernels import (
-    Ahead,
-    Asking,
+    AllCopied,
     Flights,
+    Handover,
     PoolState,
-    Prefetching,
+    Predictions,
     RecordedIds,
     Routing,
+    Signals,
     choose,
     fetch,
+    schedule_prefetches,
 )
-from seqmoe_kernels.pool.choose import Chosen
-from tests.kernels.pool_states import DISTANCES, EXPERTS, LAYERS, NAMES, TOP_K
+from tests.kernels.pool_states import CPU, DISTANCES, EXPERTS, LAYERS, NAMES, TOP_K
 
 
 def ask_ahead(
     pool: PoolState,
     state: Flights,
-    names: torch.Tensor,
+    predicted: torch.Tensor,
     layer: int = 0,
-    hinted: bool = False,
+    use_candidates: bool = False,
 ) -> None:
     logits = torch.zeros(1, EXPERTS)
     logits[0, :TOP_K] = 1
-    chosen: Chosen = choose(logits, layer, Routing(EXPERTS, TOP_K, True), pool, None, state)
-    ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
-    ids[0, layer] = names
-    recorded = RecordedIds(ids, torch.zeros(1, dtype=torch.int64))
-    asking = Asking(EXPERTS, NAMES, recorded, hinted)
-    ahead = Ahead(layer, logits[:, :0], chosen.wanted, chosen.resolved.slots, asking)
+    handover = Handover.idle(LAYERS, EXPERTS, TOP_K, DISTANCES, CPU)
+    routing = Routing(EXPERTS, TOP_K, True)
+    chosen = choose(logits, layer, routing, pool, None, state, None, handover.used, handover)
     records = torch.zeros(LAYERS * EXPERTS, 16, dtype=torch.uint8)
     slots = torch.zeros(len(pool.owner), 16, dtype=torch.uint8)
-    fetch(records, slots, *chosen.resolved[1:], pool.marks, Prefetching(pool, state, ahead))
+    all_copied = AllCopied(state.control, pool.clock, state.arrived)
+    signals = Signals(all_copied, handover.free_behind(layer))
+    fetch(records, slots, chosen.resolved, pool.marks, signals)
+    ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
+    ids[0, layer] = predicted
+    recorded = RecordedIds(ids, torch.zeros(1, dtype=torch.int64))
+    predictions = Predictions(EXPERTS, NAMES, recorded, use_candidates)
+    schedule_prefetches(predictions, pool, state, handover)
 
 
-def named(*rows: list[int]) -> torch.Tensor:
+def predicting(*rows: list[int]) -> torch.Tensor:
     out = torch.full((DISTANCES, NAMES), -1, dtype=torch.int32)
     for d, row in enumerate(rows):
         out[d, : len(row)] = torch.tensor(row)

@@ -12,7 +12,7 @@ from seqmoe_kernels.prefetch.candidates import (
 )
 from seqmoe_kernels.state import CERTAIN, LEAST
 from tests.kernels.pool_states import EXPERTS, LAYERS, flights_on, make, pool_on
-from tests.kernels.prefetch.asking import ask_ahead, named
+from tests.kernels.prefetch.asking import ask_ahead, predicting
 
 N = LAYERS * EXPERTS
 
@@ -43,14 +43,14 @@ def test_the_likeliest_absent_ones(device: torch.device, levels: int, least: flo
     assert hints == (chance > max(float(limit), 0.0)).nonzero().flatten().tolist()
 
 
-def test_hints_of_later_layers_are_asked_for_behind_names() -> None:
+def test_candidates_of_later_layers_are_asked_for_behind_predictions() -> None:
     pool, state = make(20, in_flight=4, per_layer=4)
     expected = torch.zeros(1, N)
     wanted = [EXPERTS + 5, 4 * EXPERTS + 2, 5 * EXPERTS + 3, 5 * EXPERTS + 9]
     expected[0, wanted] = 0.9
     pick_candidates(StepForecast(expected), pool, state)
     assert state.candidates.tolist()[:5] == [*wanted, -1]
-    ask_ahead(pool, state, named([], [7]), hinted=True)
+    ask_ahead(pool, state, predicting([], [7]), use_candidates=True)
     got = [read_request(state.requests, n) for n in range(4)]
     assert [r and (r.expert, r.event) for r in got] == [
         (2 * EXPERTS + 7, 3),

@@ -1,23 +1,26 @@
-"""The kernels beside a step: the gate, asking, copying; kernels against references."""
+"""The kernels beside a step: the lock, asking, copying; kernels against references."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from seqmoe_kernels import Asking, Flights, Handover, RecordedIds, Routing
+from seqmoe_kernels import (
+    AllCopied,
+    Flights,
+    Handover,
+    Predictions,
+    RecordedIds,
+    Routing,
+    Signals,
+)
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
 from seqmoe_kernels.pool.choose import choose
-from seqmoe_kernels.pool.fetch import Prefetching, fetch
-from seqmoe_kernels.pool.lock import COPY_PROGRAMS, INSIDE, OPEN, layer_at_reference
-from seqmoe_kernels.prefetch import copy_kernels
+from seqmoe_kernels.pool.fetch import BLOCK_WORDS, fetch
+from seqmoe_kernels.pool.lock import COPY_PROGRAMS, FREE, HELD, layer_at_reference
 from seqmoe_kernels.prefetch.candidates import StepForecast, pick_candidates_reference
-from seqmoe_kernels.prefetch.copy_kernels import (
-    ask_reference,
-    copy_prefetches,
-    copy_reference,
-    schedule_prefetches,
-)
+from seqmoe_kernels.prefetch.copy_kernels import copy_prefetches, copy_reference
+from seqmoe_kernels.prefetch.schedule import schedule_prefetches, schedule_reference
 from seqmoe_kernels.state import (
     CUT_BYTES,
     DROPPED,
@@ -41,13 +44,7 @@ from tests.kernels.pool_states import (
 )
 from tests.kernels.pool_states import assert_same as assert_same_state
 
-RECORD = 4 * 3 * copy_kernels.BLOCK_WORDS * COPY_PROGRAMS // 2 + 64  # uneven among programs
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each of the kernels waits so long for the last layer, which does not come."""
-    monkeypatch.setattr(copy_kernels, "LIMIT_NS", 10**6)
+RECORD = 4 * 3 * BLOCK_WORDS * COPY_PROGRAMS // 2 + 64  # uneven among programs
 
 
 class Side:
@@ -73,15 +70,16 @@ class Side:
             logits.to(self.device), layer, Routing(EXPERTS, TOP_K, True), self.pool, None,
             self.flights, self.expected_use, self.handover.used, self.handover,
         )  # fmt: skip
-        beside = Prefetching(self.pool, self.flights, None, self.handover, layer)
-        run_fetch(self.records, self.slots, *chosen.resolved[1:], self.pool.marks, beside)
+        all_copied = AllCopied(self.flights.control, self.pool.clock, self.flights.arrived)
+        signals = Signals(all_copied, self.handover.free_behind(layer))
+        run_fetch(self.records, self.slots, chosen.resolved, self.pool.marks, signals)
         places = chosen.resolved.slots.long()
         assert (self.slots[places] == chosen.wanted[:, None]).all()
         return chosen.wanted.cpu()
 
-    def ask(self, asking: Asking) -> None:
-        (schedule_prefetches.launch if self.by_kernels else ask_reference)(
-            asking._replace(expected_use=self.expected_use), self.pool, self.flights, self.handover
+    def ask(self, predictions: Predictions) -> None:
+        (schedule_prefetches.launch if self.by_kernels else schedule_reference)(
+            predictions, self.pool, self.flights, self.handover, self.expected_use
         )
 
     def copy(self) -> None:
@@ -105,7 +103,7 @@ def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: 
     or not before the event is over."""
     gen = torch.Generator().manual_seed(seed)
     sides = Side(num_slots, CPU, False), Side(num_slots, device, True)
-    asking = Asking(EXPERTS, NAMES - 1, None, hinted)
+    predictions = Predictions(EXPERTS, NAMES - 1, None, hinted)
     for _ in range(2):
         if hinted:
             expected = torch.rand(1, LAYERS * EXPERTS, generator=gen)
@@ -121,7 +119,7 @@ def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: 
             assert torch.equal(*wanted)
             for side in sides:
                 if luck[0] or layer == LAYERS - 1:
-                    side.ask(asking)
+                    side.ask(predictions)
                 if luck[1] or layer == LAYERS - 1:
                     side.copy()
             assert_same(sides[1], sides[0])
@@ -137,18 +135,18 @@ def test_random_steps(device: torch.device, num_slots: int, hinted: bool, seed: 
 def test_asked_once_behind_an_event(device: torch.device) -> None:
     side = Side(25, device, True)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
-    assert int(side.handover.lock) & OPEN
-    side.ask(Asking(EXPERTS, NAMES))
-    assert not int(side.handover.lock) & (OPEN | INSIDE)
+    assert int(side.handover.lock) & FREE
+    side.ask(Predictions(EXPERTS, NAMES))
+    assert not int(side.handover.lock) & (FREE | HELD)
     before = int(side.flights.number)
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     assert int(side.flights.number) == before > 0
 
 
-def test_nobody_asks_behind_the_last_layer(device: torch.device) -> None:
+def test_nothing_is_asked_for_behind_the_last_layer(device: torch.device) -> None:
     side = Side(25, device, True)
     side.event(LAYERS - 1, torch.randn(1, EXPERTS, generator=torch.Generator().manual_seed(0)))
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     assert layer_at_reference(side.handover) == LAYERS - 1 and int(side.flights.number) == 0
 
 
@@ -157,7 +155,7 @@ def test_what_is_over_is_cut_short(device: torch.device) -> None:
     side = Side(25, device, True)
     gen = torch.Generator().manual_seed(0)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=gen))
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     asked = (side.pool.state == FETCHING).nonzero().flatten()
     assert len(asked) == 2
     side.flights.control.fill_(2 * 1000)
@@ -171,7 +169,7 @@ def test_a_copy_stands_still_while_misses_are_fetched(device: torch.device) -> N
     """And is given up when that has no end; the part of it that was moved counts."""
     side = Side(25, device, True)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     asked = (side.pool.state == FETCHING).nonzero().flatten()
     if device.type == "cpu":
         pytest.skip("the interpreter has no clock that goes on")
@@ -185,19 +183,19 @@ def test_rules_of_zero_ask_for_nothing(device: torch.device) -> None:
     side = Side(25, device, True)
     side.flights.rules.zero_()
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     side.copy()
     assert int(side.flights.number) == 0 and side.pool.counters[PREFETCHES] == 0
 
 
-def test_recorded_names_take_the_place_of_routers(device: torch.device) -> None:
+def test_recorded_predictions_take_the_place_of_routers(device: torch.device) -> None:
     side = Side(25, device, True)
     side.flights.rules[LEAST] = 0
     ids = torch.full((1, LAYERS, DISTANCES, NAMES), -1, dtype=torch.int32)
     ids[0, 0, 1, 0] = 5
     step = torch.zeros(1, dtype=torch.int64, device=device)
     side.event(0, torch.randn(1, 5 * EXPERTS, generator=torch.Generator().manual_seed(0)))
-    side.ask(Asking(EXPERTS, NAMES, RecordedIds(ids.to(device), step)))
+    side.ask(Predictions(EXPERTS, NAMES, RecordedIds(ids.to(device), step)))
     side.copy()
     slot = (side.pool.owner == 2 * EXPERTS + 5).nonzero().flatten()
     assert len(slot) == 1 and (side.slots[slot] == 2 * EXPERTS + 5).all()
@@ -205,7 +203,7 @@ def test_recorded_names_take_the_place_of_routers(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_victims_are_chosen_by_prospects(device: torch.device, by_kernels: bool) -> None:
+def test_victims_are_chosen_by_expected_use(device: torch.device, by_kernels: bool) -> None:
     where = device if by_kernels else CPU
     side = Side(8, where, by_kernels)
     numbers, exp2 = torch.ones(6, dtype=torch.int64), torch.ones(256, dtype=torch.int32)
@@ -215,6 +213,6 @@ def test_victims_are_chosen_by_prospects(device: torch.device, by_kernels: bool)
         side.event(layer, torch.randn(1, 5 * EXPERTS, generator=gen))
     side.expected_use.slot_passed.copy_(torch.arange(8, 0, -1))
     side.pool.state[side.pool.owner < 0] = FETCHING  # none is empty
-    side.ask(Asking(EXPERTS, NAMES))
+    side.ask(Predictions(EXPERTS, NAMES))
     taken = (side.flights.slot.cpu() >= 0).sum()
     assert taken == 2 and (side.pool.state[[2, 1]] == FETCHING).all()
