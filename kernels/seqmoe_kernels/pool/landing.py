@@ -1,9 +1,9 @@
 """Landing: what a lookup does first when there are prefetches.
 
 The copies run beside the stream of the kernels. A slot that is FETCHING is made READY, and its
-expert enters the lookup table, only when the tag that landed is the one that was assigned last: who
-copies, the handover or the host, lands it behind the record. Minus the tag says that the copy was
-refused or cut short. Whatever they do, or do not, no slot is read on another ground.
+expert enters the lookup table, only when the tag that landed is the one that was assigned last. The
+handover or the host, whichever copies, lands it behind the record. Minus the tag says that the copy
+was refused or cut short. No slot is read on another ground.
 """
 
 from __future__ import annotations

@@ -301,8 +301,7 @@ def test_what_the_fetch_right_before_brings_is_what_is_computed(
             slots[held.slots.long()] = rows[: len(kept)].to(device)
         chosen = choose.launch(logits, 0, Routing(40, 3, True), pool)
         found = chosen.resolved
-        misses = (found.miss_ids, found.miss_slots, found.num_misses)
-        fetch.launch(records, slots, *misses, pool.marks)
+        fetch.launch(records, slots, found, pool.marks)
         got = expert_mlp.launch(x.to(device), h.to(device), slots, found, chosen.weights, fmt)
         assert found.num_misses.tolist() == [missing]
         error = (got.cpu().double()[0] - x.double()[0] - expected).norm()
