@@ -1,6 +1,6 @@
 """Every operation of the decoder as a verb over tensors: Triton on CUDA, plain torch elsewhere.
 
-A leaf package: it knows tensors, ints and the structures of `formats`, no model and no engine.
+A leaf package: it knows tensors, ints and the structures of `state`, no model and no engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from seqmoe_kernels.experts.combine import combine
 from seqmoe_kernels.experts.mlp import expert_mlp
 from seqmoe_kernels.experts.prefill import expert_pairs
 from seqmoe_kernels.experts.record import ExpertFormat, expert_format
-from seqmoe_kernels.pool.choose import Chosen, RecordedIds, Routing, choose
+from seqmoe_kernels.pool.choose import RecordedIds, Routing, choose
 from seqmoe_kernels.pool.fetch import AllCopied, Signals, fetch
 from seqmoe_kernels.pool.lock import Handover
 from seqmoe_kernels.pool.resolve import Resolved, resolve
@@ -32,26 +32,15 @@ from seqmoe_kernels.prefetch.schedule import schedule_prefetches
 from seqmoe_kernels.sampling.sample import sample
 from seqmoe_kernels.sampling.state import SamplingState
 from seqmoe_kernels.state import (
-    EMPTY,
-    FETCHING,
-    HITS,
-    MISSES,
-    NO_VICTIM,
     READY,
     Flights,
     PoolState,
 )
 
 __all__ = [
-    "EMPTY",
     "ENTRY_WORDS",
-    "FETCHING",
-    "HITS",
-    "MISSES",
-    "NO_VICTIM",
     "READY",
     "AllCopied",
-    "Chosen",
     "ExpertFormat",
     "ExpertHeads",
     "Fault",

@@ -66,7 +66,7 @@ class StepContext:
     @property
     def predicted(self) -> RecordedIds | None:
         """Experts to predict in the place of look-ahead's."""
-        return None if self.replayed is None else self.replayed.named
+        return None if self.replayed is None else self.replayed.predicted
 
     @property
     def candidates(self) -> StepForecast | None:

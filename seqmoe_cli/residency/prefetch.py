@@ -194,8 +194,8 @@ class Prefetch:
         self._rule(LEAST, round(max(busy, LEAST_USE) * CERTAIN))
 
     def accuracy(self) -> list[tuple[int, int, int]]:
-        """For 1, 2, ... layers ahead: experts that would have been misses, that were named while
-        absent, and that were both (waits for the device)."""
+        """For 1, 2, ... layers ahead: experts that would have been misses, those predicted
+        while absent, and those that were both (waits for the device)."""
         return [(row[0], row[1], row[2]) for row in self.flights.accuracy.tolist()]
 
     def close(self) -> None:

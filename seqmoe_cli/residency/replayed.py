@@ -10,28 +10,28 @@ from seqmoe_kernels import RecordedIds, StepForecast
 class ReplayedRouting:
     """Given to `Engine.replay`. The tensors of `recorded` are at fixed addresses on `device`, so
     that a CUDA graph can be captured once and go through all steps. After the last step comes the
-    first one again. `named` takes the place of look-ahead, which has no true state to look at, and
-    `expected` that of a predictor.
+    first one again. `predicted` takes the place of look-ahead, which has no true state to look at,
+    and `expected` that of a predictor.
     """
 
     def __init__(
         self,
         ids: torch.Tensor,
         device: torch.device,
-        named: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
         expected: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         """`ids` [steps, L, K], of any integer type: distinct experts of each layer, best first.
-        `named` [steps, L, D, n]: what each layer says that the D next ones will use, -1 for none.
+        `predicted` [steps, L, D, n]: what each layer says the D next ones will use, -1 for none.
         `expected` [steps, N]: how often each expert is forecast to be used in a step.
         `tokens` [steps]: the token that each step evaluated.
         """
         step = torch.zeros(1, dtype=torch.int64, device=device)
         self.recorded = RecordedIds(ids.to(device, torch.int32).contiguous(), step)
-        self.named: RecordedIds | None = None
-        if named is not None:
-            self.named = RecordedIds(named.to(device, torch.int32).contiguous(), step)
+        self.predicted: RecordedIds | None = None
+        if predicted is not None:
+            self.predicted = RecordedIds(predicted.to(device, torch.int32).contiguous(), step)
         self.step_forecast: StepForecast | None = None
         if expected is not None:
             self.step_forecast = StepForecast(expected.to(device, torch.float32).contiguous(), step)

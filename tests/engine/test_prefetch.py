@@ -74,11 +74,13 @@ def test_the_same_tokens_whatever_the_thread_does(
 def test_wrong_names_cost_bytes_and_nothing_else(
     packed: Path, device: str, plain: list[int | None]
 ) -> None:
-    """Random experts are named; the router goes on choosing."""
+    """Random experts are predicted; the router goes on choosing."""
     engine = open_engine(packed, device)
     assert engine.prefetch is not None
-    named = torch.rand(7, 6, 4, 12, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :2]
-    engine.prefetch.predicted = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, named).named
+    gen = torch.Generator().manual_seed(1)
+    predicted = torch.rand(7, 6, 4, 12, generator=gen).argsort(-1)[..., :2]
+    routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, predicted)
+    engine.prefetch.predicted = routing.predicted
     tokens, stats = say(engine)
     assert tokens == plain and stats.total.prefetched_bytes > 0
     engine.close()
@@ -90,9 +92,10 @@ def test_wrong_expectations_cost_bytes_and_nothing_else(
     """Look-ahead sees nothing, so that all copies come from a forecast, which is random."""
     engine = open_engine(packed, device)
     assert engine.prefetch is not None
-    nobody, expected = torch.full((7, 6, 4, 2), -1), torch.rand(7, 6 * 12)
-    routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, nobody, expected)
-    engine.prefetch.predicted, engine.prefetch.step_forecast = routing.named, routing.step_forecast
+    none, expected = torch.full((7, 6, 4, 2), -1), torch.rand(7, 6 * 12)
+    routing = ReplayedRouting(torch.zeros(7, 6, 2), engine.device, none, expected)
+    engine.prefetch.predicted = routing.predicted
+    engine.prefetch.step_forecast = routing.step_forecast
     tokens, stats = say(engine)
     assert tokens == plain and stats.total.prefetched_bytes > 0
     engine.close()
@@ -128,8 +131,8 @@ def test_prefetch_turns_misses_into_hits(packed: Path, device: str) -> None:
     assert on.decode.prefetch_hits + on.decode.prefetches_late > 0
     assert on.decode.fetched_bytes < off.decode.fetched_bytes
     assert on.decode.prefetches_dropped == 0
-    for missing, named, right in accuracy:
-        assert 0 < right <= min(missing, named)
+    for missing, predicted, right in accuracy:
+        assert 0 < right <= min(missing, predicted)
 
 
 def test_a_pool_too_small_for_prefetch_says_so(packed: Path, device: str) -> None:

@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of tensors, by name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_kernel_device(tensor: torch.Tensor) -> None:
-    """A Triton kernel runs on CUDA tensors, or on any when Triton interprets (TRITON_INTERPRET)."""
-    if not (tensor.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"a Triton kernel needs CUDA tensors, got one on {tensor.device}")
 
 
 def check(

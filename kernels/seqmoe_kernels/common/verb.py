@@ -38,10 +38,13 @@ def verb(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Verb[P, R]]:
     return lambda launch: Verb(launch, reference)
 
 
+_HOLDERS = (torch.Tensor, tuple, list)
+
+
 def _on_gpu(values: Any) -> bool:
     """Whether a tensor is on a GPU, also inside of tuples."""
     return any(
         value.is_cuda if isinstance(value, torch.Tensor) else _on_gpu(value)
         for value in values
-        if isinstance(value, torch.Tensor | tuple | list)
+        if isinstance(value, _HOLDERS)
     )

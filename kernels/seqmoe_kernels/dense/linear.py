@@ -211,6 +211,8 @@ def check_linears(
     if norm is not None:
         check("norm.weight", norm.weight, x.dtype, (hidden,), x.device)
     if residual is not None:
+        if len(matrices) > 1:
+            raise ValueError(f"a residual with {len(matrices)} matrices, expected a single one")
         check("residual", residual, x.dtype, (x.shape[0], matrices[0].rows), x.device)
 
 

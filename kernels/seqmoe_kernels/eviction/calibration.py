@@ -17,7 +17,7 @@ from seqmoe_kernels.eviction.ghost_cache import (
     size_up,
     size_up_reference,
 )
-from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
+from seqmoe_kernels.eviction.units import NUM_WINDOWS
 from seqmoe_kernels.state import PoolState
 
 _W, _SPAN = tl.constexpr(NUM_WINDOWS), tl.constexpr(SPAN)

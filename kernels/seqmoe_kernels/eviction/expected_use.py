@@ -22,11 +22,10 @@ from seqmoe_kernels.eviction.ghost_cache import (
     go_on,
     go_on_reference,
 )
-from seqmoe_kernels.eviction.units import GAP_SHIFT, ONE
-from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
+from seqmoe_kernels.eviction.units import GAP_SHIFT, NUM_WINDOWS, ONE, WINDOWS
 from seqmoe_kernels.state import RULE_NOW, PoolState
 
-SPAN = 8  # steps that the windows reach; window w ends 2^w steps ahead
+SPAN = WINDOWS[-1][1]  # steps that the windows reach; window w ends 2^w steps ahead
 TAIL, PER_STEP = NUM_WINDOWS, NUM_WINDOWS + 1  # places in ExpectedUse.weights
 
 _W, _SPAN, _TAIL, _PER_STEP = map(tl.constexpr, (NUM_WINDOWS, SPAN, TAIL, PER_STEP))

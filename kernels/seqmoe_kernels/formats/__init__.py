@@ -106,6 +106,11 @@ _formats: dict[str, Format] = {}
 
 def register(fmt: Format) -> None:
     """Make a format known that is no file of this folder. A name has one format."""
+    format_names()  # those of this folder come first
+    _add(fmt)
+
+
+def _add(fmt: Format) -> None:
     if _formats.setdefault(fmt.name, fmt) is not fmt:
         raise ValueError(f"there is a format {fmt.name} already")
 
@@ -115,15 +120,14 @@ def format_names() -> list[str]:
     for module in pkgutil.iter_modules(__path__):
         file = importlib.import_module(f"{__name__}.{module.name}")
         for fmt in getattr(file, "FORMATS", ()):
-            register(fmt)
+            _add(fmt)
     return sorted(_formats)
 
 
 def find_format(name: str) -> Format:
     """The format of this name. Raises ValueError when there is none."""
     if name not in _formats and name not in format_names():
-        known = ", ".join(format_names())
-        raise ValueError(f"no format is called {name}, there are {known}")
+        raise ValueError(f"no format is called {name}, there are {', '.join(sorted(_formats))}")
     return _formats[name]
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import ExpectedUse, check_expected_use
@@ -161,11 +161,11 @@ def choose(
     [L * K]). With `handover` the logits of later routers follow, [1, (1 + d) * E]: those and the
     slots are left there for `schedule_prefetches`. Updates `pool`, `flights` and `handover`.
     """
-    check_kernel_device(logits)
     num_experts, top_k, renormalize = routing
     num_later = 0
     if handover is not None:
         check_handover(handover, logits.device)
+        check("slots", handover.slots, torch.int32, (top_k,), logits.device)
         num_later = min(logits.shape[1] - num_experts, len(handover.logits))
     check("logits", logits, FLOATS, (1, num_experts + num_later), logits.device)
     if not 1 <= top_k <= num_experts:
@@ -176,7 +176,7 @@ def choose(
         check("absent", flights.absent, torch.int32, (top_k,), logits.device)
     num_layers = len(pool.slot_of) // num_experts
     if expected_use is not None:
-        check_expected_use(expected_use, len(pool.slot_of), logits.device)
+        check_expected_use(expected_use, len(pool.slot_of), logits.device, len(pool.owner))
     if used is not None:
         check("used", used, torch.int32, (num_layers * top_k,), logits.device)
     if recorded is not None:

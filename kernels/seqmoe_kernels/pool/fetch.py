@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device, check_link
+from seqmoe_kernels.common.checks import check, check_link
 from seqmoe_kernels.common.clock import now_ns, now_ns_reference
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
@@ -121,7 +121,6 @@ def fetch(
 
     With `slots` on a GPU, `records` must be pinned: a kernel reads them over the link.
     """
-    check_kernel_device(slots)
     check_link(records, slots)
     count, device = len(resolved.miss_ids), slots.device
     check("miss_ids", resolved.miss_ids, torch.int32, (count,), device)

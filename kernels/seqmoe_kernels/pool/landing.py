@@ -2,7 +2,7 @@
 
 The copies run beside the stream of the kernels. A slot that is FETCHING is made READY, and its
 expert enters the lookup table, only when the tag that landed is the one that was assigned last. The
-handover or the host, whichever copies, lands it behind the record. Minus the tag says that the copy
+kernel or the thread, whichever copies, lands it behind the record. Minus the tag says that the copy
 was refused or cut short. No slot is read on another ground.
 """
 
@@ -185,10 +185,10 @@ def _land(expert, inside, now, pool, flights, seen):
     there = (landed == tag) | (landed == -tag)
     late = fetching & wanted & (there == 0)
     waited_ns = now * 0
-    news = _news(slot, event, now, owner, state, tag, landed, wanted, late)
+    news = _news(owner, state, tag, landed, wanted, late)
     if (news >> 12 & 63) > 0:
         landed, waited_ns = _wait(pool, flights, slot, due, tag, landed, fetching, late)
-        news = _news(slot, event, now, owner, state, tag, landed, wanted, late)
+        news = _news(owner, state, tag, landed, wanted, late)
     there = (landed == tag) | (landed == -tag)
     ready = fetching & (landed == tag) & (owner >= 0)
     here = ready | (state == _READY)
@@ -206,7 +206,7 @@ def _land(expert, inside, now, pool, flights, seen):
 
 
 @triton.jit
-def _news(slot, event, now, owner, state, tag, landed, wanted, late):
+def _news(owner, state, tag, landed, wanted, late):
     """What has become of the flights, counted six bits each: in time, waited for, late and not
     there, landed whole, landed or refused."""
     fetching = state == _FETCHING

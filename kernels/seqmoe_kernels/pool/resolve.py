@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check
 from seqmoe_kernels.common.clock import add_span_reference, now_ns, now_ns_reference
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import ExpectedUse
@@ -312,7 +312,6 @@ def resolve(wanted: torch.Tensor, pool: PoolState, flights: Flights | None = Non
     than PATIENCE_NS; another one is a miss, and its copy is dropped when it lands. A slot whose
     copy is for an event to come is no victim.
     """
-    check_kernel_device(wanted)
     check("wanted", wanted, torch.int32, (-1,), wanted.device)
     check_pool(pool, wanted.device)
     if flights is not None:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import FLOATS, check, check_kernel_device
+from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.verb import verb
 
 
@@ -99,7 +99,6 @@ def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Te
     Returns ids (i32 [T, K], best first, the lower id first among equal logits) and weights
     (f32 [T, K]): their softmax over all E, or with `renormalize` their share of the chosen ones.
     """
-    check_kernel_device(logits)
     check("logits", logits, FLOATS, (-1, -1), logits.device)
     rows, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:

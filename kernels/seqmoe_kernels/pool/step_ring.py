@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check, check_pinned
 from seqmoe_kernels.common.clock import add_span_reference, now_ns, now_ns_reference
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.state import (
@@ -66,7 +66,6 @@ def check_clock(counters: torch.Tensor, marks: torch.Tensor) -> None:
 def begin_step(pool: PoolState) -> None:
     """Note that a step begins: what passed since the end of the last one goes into GAP_NS, and
     RULE_NOW goes on by RULE_TICK."""
-    check_kernel_device(pool.counters)
     check_clock(pool.counters, pool.marks)
     check("rule", pool.rule, torch.int64, (2,), pool.counters.device)
     _begin_step_kernel[(1,)](
@@ -115,13 +114,11 @@ def publish(token: torch.Tensor, pool: PoolState, ring: torch.Tensor, number: to
     A word is its value << 16 | the low 16 bits of the number. Values are taken modulo 2^47: counts
     never get there, sums of nanoseconds do in 39 hours, and their differences remain right.
     """
-    check_kernel_device(token)
     check("token", token, torch.int64, (1,), token.device)
     check_clock(pool.counters, pool.marks)
     check("ring", ring, torch.int64, (-1, ENTRY_WORDS), ring.device)
     check("number", number, torch.int64, (1,), token.device)
-    if token.is_cuda and not ring.is_cuda and not ring.is_pinned():
-        raise ValueError("ring is in pageable memory, expected pinned memory")
+    check_pinned("ring", ring, token.device)
     _publish_kernel[(1,)](
         token=token,
         counters=pool.counters,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.state import FAULT, NUM_COUNTERS
 
@@ -27,7 +27,7 @@ class Fault(NamedTuple):
     found: int | None
 
     def encode(self) -> int:
-        """The value of counters[FAULT]; see `formats`."""
+        """The value of counters[FAULT]; see `state`."""
         found = 0 if self.found is None else self.found + 1
         return found << _FOUND_SHIFT | self.slot << _SLOT_SHIFT | self.wanted + 1
 
@@ -82,10 +82,9 @@ def verify_slots(
     """Check that slot `slots[i]` holds the expert `wanted[i]`, both int32 [n]; -1 is not read.
 
     `pool_slots` uint8 [S, record_bytes] has the I64 flat id of what each slot holds at
-    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [12]), encoded as described
-    in `formats`; `Fault.decode` reads it. Flat ids below `MAX_VERIFIED_EXPERTS`.
+    `stamp_offset`. The first fault ever is kept in counters[FAULT] (i64 [16]), encoded as described
+    in `state`; `Fault.decode` reads it. Flat ids below `MAX_VERIFIED_EXPERTS`.
     """
-    check_kernel_device(wanted)
     n = wanted.shape[0]
     check("wanted", wanted, torch.int32, (n,), wanted.device)
     check("slots", slots, torch.int32, (n,), wanted.device)

@@ -13,10 +13,10 @@ from seqmoe_kernels.common.checks import FLOATS, check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
+from seqmoe_kernels.eviction.units import NUM_WINDOWS
 from seqmoe_kernels.predictor.embed import StepInput, check_step_input
 from seqmoe_kernels.predictor.f32_gemv import check_width, chunk_sums, narrow_tiling
 from seqmoe_kernels.predictor.gru import sigmoid
-from seqmoe_kernels.predictor.horizons import NUM_WINDOWS
 
 LEAST_RATE = 0.01  # uses per step, added before a logarithm is taken
 
@@ -167,7 +167,7 @@ def _store(logit, window: tl.constexpr, heads, out, row, inside, num_flat):
     tl.store(out + window * num_flat + row, expected, mask=inside)
 
 
-def _check_outlook(
+def _check_expected_uses(
     vectors: torch.Tensor,
     heads: ExpertHeads,
     step: StepInput,
@@ -207,7 +207,7 @@ def expected_uses(
     `history`, and makes the present states the past ones. Between the kernels that write `step` and
     the counts and this one must be one that waits before it lets others start, as `sum_rows` does.
     """
-    rank = _check_outlook(vectors, heads, step, history, out)
+    rank = _check_expected_uses(vectors, heads, step, history, out)
     (num_flat, width), num_layers = heads.experts.shape, heads.by_counts.shape[2]
     num_states, top_k = history.states[0].numel(), len(step.used) // num_layers
     # As measured on an H200: more rows, and so fewer reads of the windows' vectors, pay.

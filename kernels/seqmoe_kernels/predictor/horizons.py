@@ -12,10 +12,9 @@ from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_i
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.dense.norm import Norm, inverse_rms, rms_norm_reference
 from seqmoe_kernels.dense.tensor_core_gemv import load_tile
+from seqmoe_kernels.eviction.units import NUM_WINDOWS
 from seqmoe_kernels.predictor.f32_gemv import check_width, dot_rows, tiling_for, vector
 from seqmoe_kernels.predictor.gru import sigmoid
-
-NUM_WINDOWS = 4
 
 
 def window_vectors_reference(

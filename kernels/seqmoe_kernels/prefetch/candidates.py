@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check
 from seqmoe_kernels.common.launch import let_next_start, pdl_options, wait_for_inputs
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.pool.landing import check_flights
 from seqmoe_kernels.state import CERTAIN, LEAST, Flights, PoolState
 
-MAX_HINTED = 16384  # experts that one program can hold
+MOST_EXPERTS = 16384  # experts that one program can hold
 _BITS = CERTAIN.bit_length() - 1  # of a probability; what is certain has one more
 _LEAST, _CERTAIN, _NUM_TRIES = map(tl.constexpr, (LEAST, CERTAIN, _BITS + 1))
 
@@ -52,7 +52,7 @@ def _candidates_kernel(
     num_experts,
     pool,
     flights,
-    NUM_HINTS: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
@@ -73,12 +73,14 @@ def _candidates_kernel(
     high = tl.maximum(low, _CERTAIN + 1)
     for _ in tl.static_range(_NUM_TRIES):
         middle = (low + high) // 2
-        fits = tl.sum((likely >= middle).to(tl.int32), 0) <= NUM_HINTS
+        fits = tl.sum((likely >= middle).to(tl.int32), 0) <= NUM_CANDIDATES
         low, high = tl.where(fits, low, middle + 1), tl.where(fits, middle, high)
     chosen = likely >= high
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(
-        flights.candidates + i, -1, mask=(i < NUM_HINTS) & (i >= tl.sum(chosen.to(tl.int32), 0))
+        flights.candidates + i,
+        -1,
+        mask=(i < NUM_CANDIDATES) & (i >= tl.sum(chosen.to(tl.int32), 0)),
     )
     tl.store(flights.candidates + place, expert, mask=chosen)
 
@@ -89,10 +91,9 @@ def pick_candidates(step_forecast: StepForecast, pool: PoolState, flights: Fligh
     begins: at least LEAST of `flights.rules` probable, and as many as there is room for; of those
     at the limit that are equally probable all or none."""
     expected, step = step_forecast
-    check_kernel_device(expected)
     num_experts = len(pool.slot_of)
-    if num_experts > MAX_HINTED:
-        raise ValueError(f"{num_experts} experts, expected at most {MAX_HINTED}")
+    if num_experts > MOST_EXPERTS:
+        raise ValueError(f"{num_experts} experts, expected at most {MOST_EXPERTS}")
     check("expected", expected, torch.float32, (-1, num_experts), pool.clock.device)
     if step is not None:
         check("step", step, torch.int64, (1,), pool.clock.device)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check_kernel_device, check_link
+from seqmoe_kernels.common.checks import check_link
 from seqmoe_kernels.common.clock import now_ns
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.pool import lock
@@ -125,7 +125,6 @@ def copy_prefetches(
     [S, R]), and land the tag behind it, until the last layer has its experts and all requests are
     served. Minus the tag lands when the event is over before its copy is whole. To be queued beside
     the kernels of a step, behind those of its first layer."""
-    check_kernel_device(slots)
     check_pool(pool, slots.device)
     check_flights(flights, slots.device)
     check_handover(handover, slots.device)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqmoe_kernels.common.checks import check, check_kernel_device
+from seqmoe_kernels.common.checks import check
 from seqmoe_kernels.common.clock import now_ns
 from seqmoe_kernels.common.verb import verb
 from seqmoe_kernels.eviction.expected_use import ExpectedUse, check_expected_use
@@ -243,7 +243,6 @@ def schedule_prefetches(
     step, behind those of its first layer. On a CPU, where nothing runs beside, to be called behind
     every layer: it asks behind the last event if it has not yet, and returns."""
     device = pool.clock.device
-    check_kernel_device(pool.clock)
     check_pool(pool, device)
     check_flights(flights, device)
     check_handover(handover, device)
@@ -254,9 +253,11 @@ def schedule_prefetches(
     if recorded is not None:
         shape = (-1, num_layers, distances, per_layer)
         check("ids", recorded.ids, torch.int32, shape, device)
+        check("step", recorded.step, torch.int64, (1,), device)
     if expected_use is not None:
-        check_expected_use(expected_use, len(pool.slot_of), device)
+        check_expected_use(expected_use, len(pool.slot_of), device, len(pool.owner))
     top_k = len(handover.slots)
+    check("used", handover.used, torch.int32, (num_layers * top_k,), device)
     _schedule_kernel[(1,)](
         pool=pool,
         flights=flights,

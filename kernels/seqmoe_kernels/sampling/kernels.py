@@ -1,8 +1,8 @@
 """Sampling on a GPU, in six kernels that sort nothing and that the host does not wait for.
 
-A coarse histogram of the distances (`masses`), and then a fine one of a single bin, tell where
-top-k cuts the order of the tokens, and the same again for top-p. Kernels that the settings have no
-use for return at once: for greedy sampling all but the first and the last.
+A coarse histogram of the distances (`integer_probs`), and then a fine one of a single bin, tell
+where top-k cuts the order of the tokens, and the same again for top-p. Kernels that the settings
+have no use for return at once: for greedy sampling all but the first and the last.
 """
 
 from __future__ import annotations

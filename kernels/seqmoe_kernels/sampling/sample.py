@@ -1,7 +1,7 @@
 """Choosing the next token from its logits, with all settings read from the device.
 
-Tokens stand in the order of their distances (`masses`), the lower id first; every filter keeps the
-first ones, and the draw counts along the ids.
+Tokens stand in the order of their distances (`integer_probs`), the lower id first; every filter
+keeps the first ones, and the draw counts along the ids.
 """
 
 from __future__ import annotations

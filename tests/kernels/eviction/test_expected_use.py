@@ -15,6 +15,7 @@ from seqmoe_kernels.eviction.expected_use import (
     SPAN,
     update_expected_use,
     update_expected_use_reference,
+    width_of,
 )
 from seqmoe_kernels.eviction.units import ONE
 from seqmoe_kernels.state import NO_VICTIM, PREFETCHES, RULE_NOW, RULE_TICK, PoolState
@@ -30,7 +31,8 @@ STEPS = 24
 
 def test_the_same_windows_everywhere() -> None:
     assert tuple(((1 << w) - max((1 << w >> 1), 1) + 1, 1 << w) for w in range(4)) == WINDOWS
-    assert len(WINDOWS) == NUM_WINDOWS and WINDOWS[-1][1] == SPAN
+    widths = [last - first + 1 for first, last in WINDOWS]
+    assert widths == [width_of(window) for window in range(NUM_WINDOWS)]
 
 
 def some_steps(rng: np.random.Generator, layers: int, experts: int, top_k: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from seqmoe_kernels import formats
 from seqmoe_kernels.formats import (
     TORCH_DTYPES,
     Format,
@@ -27,8 +28,11 @@ def test_all_formats_are_found() -> None:
         find_format("Q9")
 
 
-def test_a_name_has_one_format() -> None:
+def test_a_name_has_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
     register(find_format("F16"))
+    with pytest.raises(ValueError, match="F16"):
+        register(Plain("F16"))
+    monkeypatch.setattr(formats, "_formats", {})  # also before any was asked for
     with pytest.raises(ValueError, match="F16"):
         register(Plain("F16"))
 
