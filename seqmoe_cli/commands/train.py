@@ -82,7 +82,7 @@ def train(
 
     MODEL writes conversations, both questions and answers, and its routing is recorded; or traces
     are given. A tenth of the conversations is held out. A table shows what share of their routing
-    the predictor names beforehand, beside what counting can do. The predictor is stored in
+    the predictor foresees, beside what counting can do. The predictor is stored in
     MODEL.
     """
     settings = place.options(ctx_size=ctx_size)

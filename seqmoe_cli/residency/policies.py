@@ -1,7 +1,7 @@
 """Which expert is evicted: the numbers by which the kernels and the simulator decide alike.
 
-One rule holds for all policies: the victim is the slot whose expert has the smallest score, and of
-equal scores the lowest slot. Every score is an int64 made by integer arithmetic alone, with the
+One rule holds for all policies: the victim is the slot of the expert with the smallest score, and
+of equal scores the lowest slot. Every score is an int64 made by integer arithmetic alone, with the
 roundings given here. A score belongs to an expert, not to a slot: it survives eviction.
 
 `lru`: the number of the event of the last use, from 1 on; 0 for an expert that was never used.

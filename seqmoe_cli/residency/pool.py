@@ -60,8 +60,8 @@ class ExpertPool:
     """`num_slots` slots of one record each on `device`, filled from `records`.
 
     `records` uint8 [num_experts, record_bytes] is the store in host memory, one row per flat
-    expert id. The `policy` chooses the victim of a miss: the expert whose last use is longest
-    ago ("lru"), or the one with the smallest decayed count of uses ("decayed"; "forecast" too,
+    expert id. The `policy` chooses the victim of a miss: the expert with the oldest last
+    use ("lru"), or the one with the smallest decayed count of uses ("decayed"; "forecast" too,
     while there is no forecast); see `policies`. With `stamps` every slot that is handed
     out is verified.
     """

@@ -44,7 +44,7 @@ from seqmoe_kernels.state import (
 DISTANCE = 4  # layers that look-ahead sees
 
 
-class Way(NamedTuple):
+class Carrier(NamedTuple):
     """How copies are asked for. `in_flight`: under way at once; `per_layer`: asked for behind one
     layer; `delay_s`: until one starts; `slack`: in times of a copy, landing that late is worth it;
     `patience`: in times of a fetch, for how long a late one is waited for."""
@@ -56,15 +56,15 @@ class Way(NamedTuple):
     patience: float
 
 
-# A thread lets fetches pass, and is better dropped when it is late. What the handover has copied is
-# there for good, and the rest of it comes as fast as a fetch.
-WAYS = {"thread": Way(2, 2, 30e-6, 0.5, 1.0), "gpu": Way(2, 1, 10e-6, 1.0, 4.0)}
-MOST_IN_FLIGHT = max(way.in_flight for way in WAYS.values())
+# A thread lets fetches pass, and is better dropped when it is late. What the copy kernel has copied
+# is there for good, and the rest of it comes as fast as a fetch.
+CARRIERS = {"thread": Carrier(2, 2, 30e-6, 0.5, 1.0), "gpu": Carrier(2, 1, 10e-6, 1.0, 4.0)}
+MOST_IN_FLIGHT = max(carrier.in_flight for carrier in CARRIERS.values())
 LEAST_USE = 0.25  # how probable a use must be at least to be prefetched for
 _UNKNOWN_NS = 10**12  # a layer's time before one was measured: everything is in time
 TUNE_EVERY = 16  # steps
 _MEASURED = 8  # records
-_GIVE_UPS = 8  # of the kernel that asks, in steps one after the other: then it is not sent again
+_GIVE_UPS = 8  # of the schedule kernel, in steps one after the other: then it is not queued again
 
 
 def least_slots(top_k: int) -> int:
@@ -106,7 +106,7 @@ class Prefetch:
         if used is not None:
             self.handover = self.handover._replace(used=used)
         self._pool, self._routing, self._num_layers = pool, routing, num_layers
-        self._way = WAYS[by]
+        self._carrier = CARRIERS[by]
         self.copy_s, self.fetch_s = _measure(pool)
         self.switch = Switch(lambda on, off: PrefetchVerdict.of(on, off, self.fetch_s))
         self.thread: Prefetcher | None = None
@@ -152,7 +152,7 @@ class Prefetch:
             pick_candidates(forecast, self._pool.state, self.flights)
 
     def ask(self, sources: Sources) -> None:
-        """The kernel that asks, to be queued beside a step's kernels behind its first layer; on a
+        """The schedule kernel, to be queued beside a step's kernels behind its first layer; on a
         CPU, to be called behind every layer."""
         num_experts, top_k, _ = self._routing
         candidates = sources.candidates is not None
@@ -161,7 +161,7 @@ class Prefetch:
         schedule_prefetches(predictions, state, self.flights, self.handover, expected_use)
 
     def copy(self) -> None:
-        """The kernel that copies, to be queued likewise, beside both, if there is no thread."""
+        """The copy kernel, to be queued likewise, beside both, if there is no thread."""
         pool = self._pool
         copy_prefetches(pool.records, pool.slots, pool.state, self.flights, self.handover)
 
@@ -173,7 +173,7 @@ class Prefetch:
         comes late for those slows down the fetches of the others. And the more of a step's time the
         link is busy with fetches, the surer a use must be for a thread to copy: the time of a copy
         saves a fetch if it is used, and delays one if it is not, each as far as the link would have
-        been idle or busy. The handover delays none.
+        been idle or busy. The copy kernel delays none.
         """
         if self.is_on:
             self._gave_up = (self._gave_up + 1) * (step.gave_up > 0)
@@ -212,7 +212,7 @@ class Prefetch:
         self._pool.flights = self.flights if on else None
 
     def _set_rules(self, layer_ns: int) -> None:
-        in_flight, per_layer, delay_s, slack, patience = self._way
+        in_flight, per_layer, delay_s, slack, patience = self._carrier
         copy_ns = round(self.copy_s * 1e9)
         values = {
             IN_FLIGHT: in_flight,

@@ -1,7 +1,7 @@
 """Prefetcher: one host thread that copies the records that the device asks for, beside its kernels.
 
-The device never waits for it, and believes only the tag that lands behind a record. So the thread
-may be slow, refuse, or die: what it does not bring is a miss.
+The device waits for it only within bounds, and goes by the tag that lands behind a record. So the
+thread may be slow, refuse, or die: what it does not bring is a miss.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class PrefetchRules:
 
 
 class Flight:
-    """The prefetches under way. A slot whose copy is under way is not in the lookup table, and no
-    victim. A slot whose copy has landed is no victim until the event that it is for has passed."""
+    """The prefetches under way. A slot with a copy under way is not in the lookup table, and no
+    victim. A slot with a landed copy is no victim until the event that it is for has passed."""
 
     def __init__(
         self, table: SlotTable, clock: LinkClock, policy: Policy, rules: PrefetchRules, top_k: int

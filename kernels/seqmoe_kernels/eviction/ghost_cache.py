@@ -4,7 +4,7 @@ misses by a forecast are compared with those that the ghost would have had.
 An expert is in the ghost from a use on until its score falls below the edge. Once a step the edge
 rises until no more are left than the pool has slots, which is where the victims of that step would
 have brought it; within the step it is taken to rise evenly from the first layer to the last. It is
-true to half a percent of the misses, and no lookup has any work with it.
+true to 0.7 % of the misses, and lookups do no work for it.
 """
 
 from __future__ import annotations
