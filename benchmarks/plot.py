@@ -49,7 +49,7 @@ def _name(row: dict[str, Any]) -> str:
     routing = f"routing of trace {row['trace']}" if row["trace"] else "its own routing"
     weights = "random weights, " if row["weights"] == "random" else ""
     machine = row["gpu_info"] or row["cpu_info"]
-    details = f"{row['test']}, {row['policy']}, {machine}"
+    details = f"{row['test']}, {row['policy']}, prefetch {row['prefetch']}, {machine}"
     return f"{row['model_filename']}, {weights}{routing} ({details})"
 
 

@@ -43,6 +43,7 @@ from seqmoe_cli.bench.machine import machine_facts  # noqa: E402
 from seqmoe_cli.engine.decoding import EagerSteps  # noqa: E402
 from seqmoe_cli.engine.engine import Engine  # noqa: E402
 from seqmoe_cli.settings import EngineOptions, PoolSize  # noqa: E402
+from seqmoe_kernels.state import HITS, MISSES, PREFETCHES  # noqa: E402
 
 WARM_UP = 0.2  # share of the time; what is allocated once is there afterwards
 
@@ -138,9 +139,9 @@ def soak(
         "moves": talk.num_moves,
         "counts": dict(sorted(talk.counts.items())),
         "evaluated_tokens": talk.engine.evaluated,
-        "hits": pool[0],
-        "misses": pool[1],
-        "prefetches": pool[7],
+        "hits": pool[HITS],
+        "misses": pool[MISSES],
+        "prefetches": pool[PREFETCHES],
         "near_ties": talk.comparison.near_ties,
         "most_wrong_rows": talk.comparison.most_wrong_rows,
         "after_warm_up": before and before._asdict(),
@@ -205,7 +206,7 @@ def main() -> int:
         "bounds": bounds,
         **result,
     }
-    gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu_info.lower()).strip("-") or "cpu"
+    gpu = re.sub(r"[^a-z0-9]+", "-", machine["gpu_info"].lower()).strip("-") or "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{record['date']}-{gpu}-{commit[:9]}-soak.json"
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -77,7 +77,8 @@ class EngineOptions:
     `policy`, one of POLICIES, chooses the victim of a miss; `prefetch`, one of PREFETCHES: whether
     experts are copied before they are wanted. "auto" is what was measured to be the fastest: on a
     GPU with a pool of less than all experts decayed counts and look-ahead, and the forecast once
-    the model has a trained predictor; elsewhere least recent use and none. `prefetch_by`, one of
+    the model has a trained predictor; elsewhere least recent use and none. Decayed counts
+    wherever `--prefetch full` needs them; look-ahead alone beside "lru". `prefetch_by`, one of
     PREFETCHERS: what copies them; "auto" is the GPU where there is one. `predictor`: a file to take
     in the place of the model's own."""
 

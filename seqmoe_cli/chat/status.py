@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from seqmoe_cli.engine.stats import BY_KEY, TurnStats
 from seqmoe_weights.files import readable_size as size
@@ -16,17 +17,7 @@ def figure(key: str, stats: TurnStats) -> str:
     value = shown.of(stats)
     if value is None:
         return "none compared"
-    return {
-        "tokens": f"{value:,} tok",
-        "count": f"{value:,}",
-        "number": f"{value:,.2f}",
-        "per token": f"{value:,.2f}/tok",
-        "share": f"{value:.1%}",
-        "bytes": size(value),
-        "bytes/s": rate(value),
-        "tok/s": f"{value:,.1f}",
-        "s": f"{value:.2f} s",
-    }[shown.unit]
+    return _FORMS[shown.unit](value)
 
 
 def live_line(
@@ -138,3 +129,16 @@ def rate(bytes_per_s: float) -> str:
 
 def _tokens(count: int) -> str:
     return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "tokens": "{:,} tok".format,
+    "count": "{:,}".format,
+    "number": "{:,.2f}".format,
+    "per token": "{:,.2f}/tok".format,
+    "share": "{:.1%}".format,
+    "bytes": size,
+    "bytes/s": rate,
+    "tok/s": "{:,.1f}".format,
+    "s": "{:.2f} s".format,
+}

@@ -88,6 +88,8 @@ def train(
     settings = place.options(ctx_size=ctx_size)
     check_range("--tokens", tokens, 1000, options.MAX_TOKENS)
     check_range("--minutes", minutes, 0.01, 10_000)
+    if seed is not None:
+        check_range("--seed", seed, 0, 2**63 - 1)
     check_range("--passes", passes, 1, 10_000)
     check_range("--width", width, 16, 4096)
     if width % 16:

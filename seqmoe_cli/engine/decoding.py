@@ -55,8 +55,8 @@ class Issuer(Protocol):
 class EagerSteps:
     """Runs the step operation by operation."""
 
-    def __init__(self, step: Callable[[], None], ahead: int = 0) -> None:
-        self.ahead = ahead
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.ahead = 0
         self._step = step
 
     def __call__(self) -> None:
@@ -67,7 +67,7 @@ class EagerSteps:
 def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Record what the device is given meanwhile into `graph`; nothing of it runs.
 
-    What other threads do meanwhile is their own affair. The garbage collector waits: freeing the
+    What other threads do meanwhile is not recorded. The garbage collector waits: freeing the
     graph of an earlier engine would make the capture invalid.
     """
     collects = gc.isenabled()

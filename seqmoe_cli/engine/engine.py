@@ -240,6 +240,8 @@ class Engine:
         """Let eviction and prefetch learn from a decode step, and note in it which of them rested.
         Say so once there will be no more prefetches."""
         prefetch, eviction = self.prefetch, self.eviction
+        if prefetch is None and eviction is None:
+            return step
         step = replace(
             step,
             prefetch_rested_tokens=int(prefetch is not None and not prefetch.is_on),

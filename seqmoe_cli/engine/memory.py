@@ -125,6 +125,9 @@ def plan_memory(
             short = f"--prefetch {prefetch} needs a pool of {least} slots, not {num_slots}"
             fallbacks.append(f"{short}: prefetch is off")
         prefetch, forecasts = "off", policy == "forecast"
+    elif prefetch == "off" and options.prefetch_by != "auto":
+        by = f"--prefetch-by {options.prefetch_by}"
+        fallbacks.append(f"{by} does nothing: nothing is prefetched (--prefetch lookahead does)")
     plan = MemoryPlan(
         device=device,
         dtype=dtype,

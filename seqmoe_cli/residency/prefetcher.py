@@ -32,7 +32,7 @@ class Copier(Protocol):
     """Moves records into slots. Copies land in the order in which they were started."""
 
     def begin(self) -> None:
-        """The thread that will start the copies says hello."""
+        """Called in the thread, before its first copy."""
 
     def start(self, request: Request, refuse: bool) -> None:
         """Copy the record and land the tag behind it; or land minus the tag and copy nothing."""

@@ -96,9 +96,8 @@ class StepStats:
         )
 
     def __add__(self, other: StepStats) -> StepStats:
-        names = [field.name for field in fields(self) if field.name != "phase"]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return StepStats(self.phase, **sums)
+        sums = (getattr(self, name) + getattr(other, name) for name in _SUMMED)
+        return StepStats(self.phase, *sums)
 
     @property
     def hit_rate(self) -> float:
@@ -136,6 +135,9 @@ class StepStats:
             return None
         saved = self.missed_by_counts - self.missed_by_forecast
         return ratio(saved, self.num_tokens - self.eviction_rested_tokens)
+
+
+_SUMMED = tuple(field.name for field in fields(StepStats) if field.name != "phase")
 
 
 def ratio(part: float, whole: float) -> float:

@@ -82,3 +82,10 @@ def test_context_is_cut_to_the_model_and_said(packed: PackedModel) -> None:
     assert plan.ctx_size == longest
     assert any(str(longest) in line for line in plan.fallbacks)
     assert plan_memory(packed, EngineOptions(device="cpu", ctx_size=64)).fallbacks == ()
+
+
+def test_a_carrier_of_nothing_is_said(packed: PackedModel) -> None:
+    """On a CPU `--prefetch auto` is off."""
+    options = EngineOptions(PoolSize.parse("45%"), "cpu", prefetch_by="thread")
+    (line,) = plan_memory(packed, options).fallbacks
+    assert "--prefetch-by thread does nothing" in line

@@ -1,5 +1,5 @@
 """What is expected of experts: the kernels and the reference decide as the simulator does, bit for
-bit, and the victim is who has the poorest expected_use."""
+bit, and the victim is the expert with the least expected use."""
 
 from __future__ import annotations
 
